@@ -1,0 +1,120 @@
+"""The command line: `megallm COMMAND`; `megallm COMMAND --help` lists its options.
+
+Answers go to stdout; the bar, the summary and errors, one line each, to stderr. Exit codes: 0 every
+prompt was answered, 1 some prompt failed, 2 bad usage (an option, a file, a value), 3 the model or
+the engine failed, 130 Ctrl-C, 141 the reader of stdout left.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, TextIO
+
+from megallm import MegaLLMError
+from megallm.commands import generate
+
+EXIT_USAGE = 2
+EXIT_ENGINE = 3
+EXIT_INTERRUPTED = 130
+EXIT_PIPE_CLOSED = 141
+
+
+def main() -> int:
+    """Runs this process's command line; gives the exit code."""
+    return run(
+        sys.argv[1:],
+        load=_load_model,
+        open_engine=_open_engine,
+        stdin=sys.stdin,
+        stdout=sys.stdout,
+        stderr=sys.stderr,
+    )
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    load: generate.Load,
+    open_engine: generate.OpenEngine,
+    stdin: TextIO,
+    stdout: TextIO,
+    stderr: TextIO,
+) -> int:
+    """Runs one command line with this loader and engine; gives the exit code."""
+    is_debug = "--debug" in argv
+
+    def failed(error: Exception, code: int) -> int:
+        if is_debug:
+            traceback.print_exception(error, file=stderr)
+        message = " ".join(str(error).split()) or f"{type(error).__name__}; --debug shows where"
+        print(f"megallm: {message}", file=stderr)
+        return code
+
+    try:
+        options = _parser().parse_args(argv)
+        with warnings.catch_warnings():
+            if not is_debug:
+                _quieten_imports()
+            return generate.run(
+                options, load=load, open_engine=open_engine, stdin=stdin, stdout=stdout, stderr=stderr
+            )
+    except KeyboardInterrupt:
+        print("megallm: interrupted", file=stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # the reader left (`| head`): the interpreter's own flush at exit must not fail on the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+        return EXIT_PIPE_CLOSED
+    except (ValueError, FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        return failed(error, EXIT_USAGE)
+    except (MegaLLMError, RuntimeError, OSError, ImportError, MemoryError) as error:
+        return failed(error, EXIT_ENGINE)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ValueError for bad usage, so that it ends as one line, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="megallm", description=__doc__, formatter_class=as_written)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "generate", help="answer prompts, all in one batch", description="Answers prompts, all in one batch."
+    )
+    generate.add_arguments(command)
+    command.add_argument("--debug", action="store_true", help="errors with their trace, packages' warnings")
+    return parser
+
+
+def _quieten_imports() -> None:
+    """Hides what torch and megatron-core say of optional packages while they are imported."""
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+# ---- the real model and engine; both imports take seconds, which `--help` need not wait for -------
+
+
+def _load_model(name: str, num_threads: int | None) -> tuple[Any, Any]:  # Any: see generate.Load
+    import torch
+
+    from megallm import load_model
+
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    return load_model(name)
+
+
+def _open_engine(model: Any, tokenizer: Any) -> AbstractContextManager[generate.Generator]:  # Any: the same
+    from megallm import MegatronLLM
+
+    return MegatronLLM(model=model, tokenizer=tokenizer)

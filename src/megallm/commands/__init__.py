@@ -1,0 +1,1 @@
+"""The commands of the `megallm` command line, one a file."""

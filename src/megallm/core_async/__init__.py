@@ -1,0 +1,1 @@
+"""The engine: an async core of structured-concurrency actors. Read `engine.py` first."""

@@ -1,0 +1,41 @@
+"""The worker: owner of one rank's runner, on that rank's one thread."""
+
+from collections import deque
+from typing import ClassVar, assert_never
+
+from megallm.core_async.kit.thread_actor import ThreadActor
+from megallm.core_async.messages import CollectStep, LaunchStep
+from megallm.core_async.protocols import PendingStep, Runner
+
+
+class Worker(ThreadActor[LaunchStep | CollectStep]):
+    """Owns the runner; every call of the runner is made on this actor's thread."""
+
+    name: ClassVar[str] = "worker"
+    capacity: ClassVar[int] = 16
+    """Two plans in flight, a launch and a collect each, and room for a command."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__()
+        self._runner = runner
+        self._pending: deque[PendingStep] = deque()
+
+    def on_start(self) -> None:
+        """Binds the model and allocates the cache."""
+        self._runner.start()
+
+    def handle(self, message: LaunchStep | CollectStep) -> object:
+        """See the messages."""
+        match message:
+            case LaunchStep(plan):
+                self._pending.append(self._runner.launch(plan))
+                return None
+            case CollectStep():
+                return self._pending.popleft().result()
+            case _:
+                assert_never(message)
+
+    def on_stop(self) -> None:
+        """Gives the user's model back as it was."""
+        self._pending.clear()
+        self._runner.close()

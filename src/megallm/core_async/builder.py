@@ -1,0 +1,118 @@
+"""Checks a constructor's arguments and makes the parts of an engine; starts nothing."""
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+from megatron.core.inference.config import InferenceConfig
+from msgspec import Struct
+
+from megallm.core_async.config import EngineConfig, ModelLimits
+from megallm.core_async.device.memory import free_bytes
+from megallm.core_async.device.model import ModelHook
+from megallm.core_async.device.runner import TorchRunner
+from megallm.core_async.engine import Engine
+from megallm.core_async.intake import Intake
+from megallm.core_async.tokenizers import TokenizerAdapter
+
+log = logging.getLogger(__name__)
+
+HONOURED = frozenset(
+    {
+        "block_size_tokens",
+        "buffer_size_gb",
+        "max_requests",
+        "max_tokens",
+        "max_sequence_length",
+        "enable_chunked_prefill",
+        "materialize_only_last_token_logits",
+        "verbose",
+    }
+)
+"""Fields of InferenceConfig that mean something here; materialize_only_last_token_logits is a hint."""
+
+
+class Parts(Struct):
+    """An engine that has not started, and what turns calls into its requests."""
+
+    engine: Engine
+    intake: Intake
+    tokenizer: TokenizerAdapter
+
+
+def build(  # noqa: PLR0913 - the constructor's arguments, which are the public API
+    *,
+    model: torch.nn.Module,
+    tokenizer: Any,  # noqa: ANN401 - see TokenizerAdapter
+    inference_config: InferenceConfig | None,
+    use_coordinator: bool,
+    coordinator_host: str | None,
+    coordinator_port: int | None,
+    inference_wrapper_cls: type | None,
+    attention_backend: str,
+) -> Parts:
+    """Checks everything and gives the parts.
+
+    Raises: ValueError and TypeError naming argument, value and remedy; UnsupportedModelError.
+    """
+    if not use_coordinator and (coordinator_host is not None or coordinator_port is not None):
+        raise ValueError("coordinator_host/port require use_coordinator=True")
+    _check_model(model, use_coordinator=use_coordinator)
+    _check_wrapper(inference_wrapper_cls)
+    settings = InferenceConfig() if inference_config is None else inference_config
+    _warn_of_unused(settings)
+    config = EngineConfig.derive(settings, _limits_of(model), attention_backend=attention_backend)
+    adapter = TokenizerAdapter(tokenizer)
+    engine = Engine(config, TorchRunner(model, config), adapter)
+    return Parts(engine, Intake(config, adapter, engine.next_request_id), adapter)
+
+
+def _check_model(model: torch.nn.Module, *, use_coordinator: bool) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a megatron-core model, a torch.nn.Module")
+    if model.training:
+        raise ValueError("model is in training mode; call model.eval() first")
+    expert_ranks = getattr(getattr(model, "config", None), "expert_model_parallel_size", 1)
+    if not use_coordinator and expert_ranks > 1:
+        raise ValueError(
+            f"use_coordinator=False and expert_model_parallel_size > 1 (it is {expert_ranks}): direct mode can't keep"
+            " expert-parallel ranks in step; use the coordinator"
+        )
+
+
+def _check_wrapper(inference_wrapper_cls: type | None) -> None:
+    """Takes megatron's own GPT wrapper, whose work the hook does."""
+    if inference_wrapper_cls is not None and inference_wrapper_cls.__name__ != "GPTInferenceWrapper":
+        raise NotImplementedError(
+            f"inference_wrapper_cls is {inference_wrapper_cls.__name__}; only GPTInferenceWrapper is supported"
+        )
+
+
+def _limits_of(model: torch.nn.Module) -> ModelLimits:
+    shape = ModelHook(model).shape
+    per_token = sum(
+        layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) * shape.dtype.itemsize
+        for layer in shape.attention_layers
+    )
+    return ModelLimits(
+        cache_bytes_per_token=per_token,
+        vocab_size=shape.vocab_size,
+        device_type=shape.device.type,
+        max_positions=shape.max_positions,
+        free_bytes=free_bytes(shape.device),
+        sampling_seed=getattr(model.config, "inference_sampling_seed", 42),
+    )
+
+
+def _warn_of_unused(settings: InferenceConfig) -> None:
+    """Names the fields that were set and mean nothing here."""
+    unused = [
+        field.name
+        for field in dataclasses.fields(settings)
+        if field.name not in HONOURED
+        and field.default is not dataclasses.MISSING
+        and getattr(settings, field.name) != field.default
+    ]
+    if unused:
+        log.warning("InferenceConfig: %s set, without effect in this version", ", ".join(unused))

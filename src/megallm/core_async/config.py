@@ -1,0 +1,142 @@
+"""The engine's limits, derived once from InferenceConfig, the model's shape and the free memory.
+
+Reads megatron's config by attribute, so that any version's InferenceConfig will do; imports
+neither megatron nor torch.
+"""
+
+import logging
+from typing import Protocol, Self
+
+from msgspec import Struct
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+
+
+class InferenceSettings(Protocol):
+    """The fields of megatron-core's InferenceConfig that every version has and the limits come from."""
+
+    block_size_tokens: int
+    buffer_size_gb: float
+    max_requests: int | None
+    max_tokens: int | None
+    max_sequence_length: int
+    enable_chunked_prefill: bool
+
+
+class ModelLimits(Struct, frozen=True):
+    """What of the model and its device the limits depend on, for one rank."""
+
+    cache_bytes_per_token: int
+    """Bytes of keys and values one token takes, over all layers."""
+    vocab_size: int
+    device_type: str
+    """"cpu" or "cuda"."""
+    max_positions: int | None = None
+    """Where positions are a learned table: its length."""
+    free_bytes: int | None = None
+    """Memory free on the device; the cache takes at most half of it. None: no cap."""
+    sampling_seed: int = 42
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    """Every limit of one engine; nothing in the engine reads InferenceConfig after this."""
+
+    block_size: int
+    num_blocks: int
+    max_requests: int
+    """Rows of the batch."""
+    max_tokens: int
+    """Tokens computed in one step."""
+    max_sequence_length: int
+    """Prompt and output of one request."""
+    max_waiting: int = 1_000_000
+    """Requests that may queue; more are refused as EngineBusy."""
+    chunks_prompts: bool = False
+    vocab_size: int
+    sampling_seed: int = 42
+    attention_backend: str = "auto"
+
+    @classmethod
+    def derive(cls, settings: InferenceSettings, model: ModelLimits, *, attention_backend: str = "auto") -> Self:
+        """Gives the limits for a model; what was lowered to fit is logged.
+
+        Raises: ValueError naming field, value and range.
+        """
+        block_size = _at_least("block_size_tokens", settings.block_size_tokens, 1)
+        bytes_per_block = model.cache_bytes_per_token * block_size
+        num_blocks = _num_blocks(settings.buffer_size_gb, bytes_per_block, model.free_bytes)
+        max_requests, max_tokens = _step_bounds(settings, model, num_blocks)
+        return cls(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            max_sequence_length=_sequence_bound(settings, model, num_blocks * block_size),
+            chunks_prompts=settings.enable_chunked_prefill,
+            vocab_size=model.vocab_size,
+            sampling_seed=model.sampling_seed,
+            attention_backend=attention_backend,
+        )
+
+
+def _at_least(field: str, value: int, least: int) -> int:
+    if value < least:
+        raise ValueError(f"InferenceConfig.{field} is {value}; it must be at least {least}")
+    return value
+
+
+def _num_blocks(buffer_gb: float, bytes_per_block: int, free_bytes: int | None) -> int:
+    if buffer_gb <= 0:
+        raise ValueError(f"InferenceConfig.buffer_size_gb is {buffer_gb}; it must be above 0")
+    wanted = int(buffer_gb * GIB)
+    allowed = wanted if free_bytes is None else min(wanted, free_bytes // 2)
+    if allowed < wanted:
+        log.info(
+            "KV cache: %.2f GiB instead of buffer_size_gb=%g: half of the %.2f GiB that are free",
+            allowed / GIB,
+            buffer_gb,
+            (free_bytes or 0) / GIB,
+        )
+    num_blocks = allowed // bytes_per_block
+    if num_blocks < 1:
+        raise ValueError(
+            f"InferenceConfig.buffer_size_gb is {buffer_gb} and one block takes {bytes_per_block / GIB:.4f} GiB;"
+            " raise buffer_size_gb or lower block_size_tokens"
+        )
+    return num_blocks
+
+
+def _step_bounds(settings: InferenceSettings, model: ModelLimits, num_blocks: int) -> tuple[int, int]:
+    """Gives (max_requests, max_tokens): a step must hold one token of every running request."""
+    max_tokens = settings.max_tokens
+    if max_tokens is None:
+        max_tokens = 16_384 if model.device_type == "cuda" else 2_048
+    _at_least("max_tokens", max_tokens, 1)
+    if settings.max_requests is None:
+        return min(num_blocks, max_tokens, 512), max_tokens
+    max_requests = _at_least("max_requests", settings.max_requests, 1)
+    if max_requests > max_tokens:
+        if settings.max_tokens is None:
+            return max_requests, max_requests
+        raise ValueError(
+            f"InferenceConfig.max_requests is {max_requests} and max_tokens is {max_tokens}: a step must hold one"
+            " token of each request; raise max_tokens or lower max_requests"
+        )
+    return max_requests, max_tokens
+
+
+def _sequence_bound(settings: InferenceSettings, model: ModelLimits, cache_tokens: int) -> int:
+    bound = _at_least("max_sequence_length", settings.max_sequence_length, 1)
+    if model.max_positions is not None and bound > model.max_positions:
+        log.info("max_sequence_length: %d, the model's table of positions, instead of %d", model.max_positions, bound)
+        bound = model.max_positions
+    if bound > cache_tokens:
+        log.info(
+            "max_sequence_length: %d, all that the KV cache holds, instead of %d; raise buffer_size_gb for more",
+            cache_tokens,
+            bound,
+        )
+        bound = cache_tokens
+    return bound

@@ -1,0 +1,1 @@
+"""One rank's device work, all of it on that rank's one thread. Never awaits."""

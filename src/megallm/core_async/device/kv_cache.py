@@ -1,0 +1,152 @@
+"""The paged cache: keys and values of every attention layer in blocks of equal size.
+
+Knows tensors, and the arithmetic of blocks and slots; does not know which row owns which block.
+Slot `block * block_size + offset` holds one token. What was never written is never read, so memory
+is not cleared.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from msgspec import Struct
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Gives how many blocks hold `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
+
+
+def slots_for(
+    block_tables: NDArray[np.int32],
+    rows: NDArray[np.int32] | NDArray[np.int64],
+    positions: NDArray[np.int32],
+    block_size: int,
+) -> NDArray[np.int32]:
+    """Gives the slot of each (row, position) pair, through the table of each row's blocks."""
+    return block_tables[rows, positions // block_size] * np.int32(block_size) + positions % block_size
+
+
+class CacheShape(Struct, frozen=True):
+    """What one layer keeps of a token."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+
+
+def bytes_per_token(shapes: Sequence[CacheShape], dtype: torch.dtype) -> int:
+    """Gives the bytes of keys and values that one token takes, over all layers."""
+    return dtype.itemsize * sum(
+        shape.num_kv_heads * (shape.head_dim + shape.value_head_dim) for shape in shapes
+    )
+
+
+class LayerCache:
+    """One layer's keys and values, `[num_blocks, block_size, num_kv_heads, head_dim]`.
+
+    The tensors belong to the cache and are replaced when it is released and restored: take them
+    from here at each use.
+    """
+
+    def __init__(self) -> None:
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._flat_keys: Tensor | None = None
+        self._flat_values: Tensor | None = None
+
+    def place(self, keys: Tensor | None, values: Tensor | None) -> None:
+        """Takes the tensors that hold the layer's blocks; None while there are none."""
+        self._keys, self._values = keys, values
+        self._flat_keys = None if keys is None else keys.flatten(0, 1)
+        self._flat_values = None if values is None else values.flatten(0, 1)
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys by block."""
+        assert self._keys is not None, "the cache is released"
+        return self._keys
+
+    @property
+    def values(self) -> Tensor:
+        """The values by block."""
+        assert self._values is not None, "the cache is released"
+        return self._values
+
+    @property
+    def flat_keys(self) -> Tensor:
+        """The keys by slot: `[num_blocks * block_size, num_kv_heads, head_dim]`, the same memory."""
+        assert self._flat_keys is not None, "the cache is released"
+        return self._flat_keys
+
+    @property
+    def flat_values(self) -> Tensor:
+        """The values by slot, the same memory."""
+        assert self._flat_values is not None, "the cache is released"
+        return self._flat_values
+
+    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Puts one key and value per token, `[tokens, num_kv_heads, head_dim]`, into `slots` (int64)."""
+        self.flat_keys.index_copy_(0, slots, key)
+        self.flat_values.index_copy_(0, slots, value)
+
+
+class PagedCache:
+    """All layers' blocks. Owns the memory; `layers` stay the same objects for the cache's life."""
+
+    def __init__(
+        self,
+        shapes: Sequence[CacheShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers = [LayerCache() for _ in shapes]
+        self._shapes = list(shapes)
+        self._dtype = dtype
+        self._device = device
+        self._kept: list[tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes of the cache while it is allocated."""
+        return self.num_blocks * self.block_size * bytes_per_token(self._shapes, self._dtype)
+
+    def allocate(self) -> None:
+        """Takes the device memory; its contents mean nothing yet."""
+        for shape, layer in zip(self._shapes, self.layers, strict=True):
+            layer.place(
+                self._empty(shape.num_kv_heads, shape.head_dim),
+                self._empty(shape.num_kv_heads, shape.value_head_dim),
+            )
+
+    def release(self, *, keep_contents: bool) -> None:
+        """Gives the device memory back; the contents move to host memory, or are lost.
+
+        On a CPU kept contents simply stay where they are.
+        """
+        if keep_contents:
+            self._kept = [(layer.keys.to("cpu"), layer.values.to("cpu")) for layer in self.layers]
+        for layer in self.layers:
+            layer.place(None, None)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Takes the device memory again, with the contents where `release` kept them."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            self.allocate()
+            return
+        for layer, (keys, values) in zip(self.layers, kept, strict=True):
+            layer.place(keys.to(self._device), values.to(self._device))
+
+    def _empty(self, num_kv_heads: int, head_dim: int) -> Tensor:
+        shape = (self.num_blocks, self.block_size, num_kv_heads, head_dim)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -1,0 +1,385 @@
+"""The hook into the user's megatron-core model: the only file that imports megatron's modules.
+
+Examines the model's layers, puts paged attention and once-a-step rotary positions in their place, and takes
+everything back. All changes are attributes of instances: no module is replaced and no parameter copied, so
+names, state dict and in-place weight updates stay the user's throughout; and outside a step every one of
+them hands on to megatron's own code, so that a trainer may run the bound model between two steps.
+Knows megatron's modules; knows no plan, no request, no kernel.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.utils import get_pg_size
+from msgspec import Struct
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megallm.core_async.device.attention import Attention, LayerShape, PagedLayer
+from megallm.core_async.device.kv_cache import LayerCache
+from megallm.core_async.device.rope import RopeTable, table_of
+from megallm.core_async.device.step_inputs import StepInputs
+from megallm.core_async.device.swaps import Swaps
+from megallm.core_async.errors import UnsupportedModelError
+
+type MegatronModule = Any  # megatron's modules are untyped, and their attributes are what this file is about
+
+SUPPORTED = (
+    "supported are GPTModel and HybridModel of TransformerLayers whose attention is SelfAttention, "
+    "MLASelfAttention or none, causal, and whose MLP is dense or a mixture of experts"
+)
+_CORES = {"DotProductAttention", "TEDotProductAttention"}  # by name: the second needs Transformer Engine
+_CAUSAL = {AttnMaskType.causal, AttnMaskType.padding_causal}
+
+
+class ModelShape(Struct, frozen=True):
+    """What the rest of the engine has to know of the model on this rank."""
+
+    attention_layers: list[LayerShape]
+    """In the order of the forward pass; layers without attention have no entry."""
+    num_layers: int
+    vocab_size: int
+    max_positions: int | None
+    """How many positions the model has learned; None where positions have no end."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _AttentionSite(Struct, frozen=True, eq=False):
+    """An attention layer of the user's model."""
+
+    attention: MegatronModule
+    shape: LayerShape
+
+
+class _Step(Struct, eq=False):
+    """What the bound modules look up while one forward pass runs."""
+
+    inputs: StepInputs
+    angles: dict[int, Tensor]
+    """Rows gathered from an angle table, by the table's id."""
+
+
+class ModelHook:
+    """One model's hook. Construction examines and changes nothing; `bind` and `unbind` may alternate.
+
+    Raises: UnsupportedModelError, naming the layer or option and what is supported.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: MegatronModule = _unwrapped(model)
+        _refuse_options(self._model)
+        self._sites = list(_attention_sites(self._model))
+        learned = getattr(self._model.embedding, "position_embeddings", None)
+        self.shape = ModelShape(
+            attention_layers=[site.shape for site in self._sites],
+            num_layers=len(self._model.decoder.layers),
+            vocab_size=self._model.vocab_size,
+            max_positions=None if learned is None else learned.num_embeddings,
+            dtype=self._model.config.params_dtype,
+            device=next(self._model.parameters()).device,
+        )
+        self.rope: RopeTable | None = None
+        """What the attention backend turns by, while bound; None where it has nothing to turn."""
+        self._swaps = Swaps()
+        self._step: _Step | None = None
+
+    def bind(self, attention: Attention, caches: Sequence[LayerCache], *, max_positions: int) -> None:
+        """Puts `attention` on the model, one cache per attention layer; undone if anything fails."""
+        assert not any(module.training for module in self._model.modules()), "the model is in training mode"
+        try:
+            self._bind_rotary(max_positions)
+            for site, cache in zip(self._sites, caches, strict=True):
+                self._bind_core(attention, site, cache)
+            self._bind_linear()
+            handle = self._model.output_layer.register_forward_pre_hook(self._only_rows_with_logits)
+            self._swaps.on_undo(handle.remove)
+        except BaseException:
+            self.unbind()
+            raise
+
+    def unbind(self) -> None:
+        """Gives the user's model back exactly as it was; a second call finds nothing to do."""
+        self.rope = None
+        self._swaps.undo()
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Runs the model over one step's packed tokens; gives logits, `[samples, vocab]`."""
+        self._step = _Step(inputs=inputs, angles={})
+        try:
+            logits = self._model(
+                inputs.token_ids[None], inputs.batch.positions[None], None, runtime_gather_output=True
+            )
+        finally:
+            self._step = None
+        return logits[0]
+
+    def _swap(self, module: MegatronModule, name: str, while_stepping: Callable[..., object]) -> None:
+        """Makes `module.name` do something else during a step."""
+        original = getattr(module, name)
+
+        def swapped(*args: object, **kwargs: object) -> object:
+            return (original if self._step is None else while_stepping)(*args, **kwargs)
+
+        self._swaps.set(module, name, swapped)
+
+    def _bind_core(self, attention: Attention, site: _AttentionSite, cache: LayerCache) -> None:
+        core: MegatronModule = site.attention.core_attention
+        layer = PagedLayer(
+            shape=site.shape, cache=cache, sinks=_sinks(core, site) if site.shape.has_sinks else None
+        )
+
+        def forward(
+            query: Tensor, key: Tensor, value: Tensor, *_unused: object, **_ignored: object
+        ) -> Tensor:
+            return attention.attend(layer, query[:, 0], key[:, 0], value[:, 0])[:, None]
+
+        self._swap(core, "forward", forward)
+
+    def _bind_rotary(self, max_positions: int) -> None:
+        """Gives every rotary module one row per token; or None, where the backend turns instead."""
+        rotary = getattr(self._model, "rotary_pos_emb", None)
+        if rotary is not None:
+            angles, mscale = _angles(rotary, max_positions, self.shape.device)
+            if _backend_turns(self._model):
+                self.rope = table_of(
+                    angles[:, 0, 0],
+                    factor=self._sites[0].attention._yarn_concentration_factor if self._sites else 1.0,  # noqa: SLF001 - megatron keeps it nowhere else
+                    is_interleaved=self._model.config.rotary_interleaved,
+                    dtype=self.shape.dtype,
+                )
+                angles = None
+            self._bind_rotary_forward(rotary, angles, mscale)
+        tables: list[Tensor] = []
+        for site in self._sites:
+            own = getattr(site.attention, "rotary_pos_emb", None)
+            if own is not None:
+                angles, mscale = _angles(own, max_positions, self.shape.device)
+                # layers turn alike: one table, and one gather a step
+                angles = next((table for table in tables if torch.equal(table, angles)), angles)
+                tables.append(angles)
+                self._bind_rotary_forward(own, angles, mscale)
+
+    def _bind_rotary_forward(
+        self, rotary: MegatronModule, angles: Tensor | None, mscale: float | None
+    ) -> None:
+        def forward(*_unused: object, **_ignored: object) -> object:
+            rows = None if angles is None else self._rows_of(angles)
+            return rows if mscale is None else (rows, mscale)
+
+        self._swap(rotary, "forward", forward)
+        self._swap(rotary, "get_rotary_seq_len", lambda *_unused, **_ignored: 0)
+
+    def _rows_of(self, angles: Tensor) -> Tensor:
+        step = self._step
+        assert step is not None, "angles are asked for outside a step"
+        rows = step.angles.get(id(angles))
+        if rows is None:
+            rows = step.angles[id(angles)] = angles.index_select(0, step.inputs.batch.positions)
+        return rows
+
+    def _bind_linear(self) -> None:
+        """Spares unsharded linear layers megatron's autograd functions and collectives of one."""
+        for module in self._model.modules():
+            if _is_plain_linear(module):
+                self._swap(module, "forward", _plain_forward(module))
+
+    def _only_rows_with_logits(
+        self, _module: nn.Module, args: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...] | None:
+        """Leaves the output layer the sampled tokens' hidden states, of `[tokens, 1, hidden]`."""
+        if self._step is None or self._step.inputs.logit_tokens is None:
+            return None
+        return (args[0].index_select(0, self._step.inputs.logit_tokens), *args[1:])
+
+
+def _unwrapped(model: nn.Module) -> MegatronModule:
+    """Gives the model inside wrappers such as Float16Module and DistributedDataParallel."""
+    inner: MegatronModule = model
+    while not hasattr(inner, "decoder") and hasattr(inner, "module"):
+        inner = inner.module
+    if not all(hasattr(inner, part) for part in ("decoder", "config", "vocab_size")):
+        raise UnsupportedModelError(f"{type(model).__name__} has no decoder; {SUPPORTED}")
+    return inner
+
+
+def _refuse_options(model: MegatronModule) -> None:
+    config = model.config
+    has_tp = config.tensor_model_parallel_size > 1
+    refused = {
+        "a part of a pipeline": (
+            not (model.pre_process and model.post_process),
+            "build it with pipeline_model_parallel_size=1",
+        ),
+        "context_parallel_size > 1": (
+            config.context_parallel_size > 1,
+            "build it with context_parallel_size=1",
+        ),
+        "sequence_parallel": (config.sequence_parallel and has_tp, "build it with sequence_parallel=False"),
+        "multi-token prediction layers": (bool(config.mtp_num_layers), "build it with mtp_num_layers=None"),
+        "multimodal rotary positions": (model.position_embedding_type == "mrope", SUPPORTED),
+        "cache_mla_latents": (
+            getattr(config, "cache_mla_latents", False),
+            "build it with cache_mla_latents=False: keys and values are cached expanded",
+        ),
+    }
+    for option, (is_set, remedy) in refused.items():
+        if is_set:
+            raise UnsupportedModelError(
+                f"the model is or has {option}, which the engine does not run; {remedy}"
+            )
+
+
+def _attention_sites(model: MegatronModule) -> Iterator[_AttentionSite]:
+    """Yields the attention layers in order; refuses the first layer that is not known."""
+    for index, layer in enumerate(model.decoder.layers):
+        name = f"decoder.layers.{index}"
+        if not isinstance(layer, TransformerLayer):
+            raise UnsupportedModelError(f"{name} is a {type(layer).__name__}; {SUPPORTED}")
+        parts: MegatronModule = layer
+        if not isinstance(parts.cross_attention, IdentityOp):
+            raise UnsupportedModelError(f"{name} has a {type(parts.cross_attention).__name__}; {SUPPORTED}")
+        attention: MegatronModule = parts.self_attention
+        if isinstance(attention, IdentityOp):
+            continue
+        adapter = next((adapt for known, adapt in _ADAPTERS.items() if isinstance(attention, known)), None)
+        if adapter is None:
+            raise UnsupportedModelError(f"{name} has a {type(attention).__name__}; {SUPPORTED}")
+        core = attention.core_attention
+        if not _CORES & {base.__name__ for base in type(core).__mro__}:
+            raise UnsupportedModelError(
+                f"{name}.self_attention.core_attention is a {type(core).__name__}, unknown to the engine; "
+                f"supported are {', '.join(sorted(_CORES))}"
+            )
+        if attention.attn_mask_type not in _CAUSAL:
+            raise UnsupportedModelError(
+                f"{name} attends with mask {attention.attn_mask_type.name}; {SUPPORTED}"
+            )
+        yield _AttentionSite(attention=attention, shape=adapter(model, attention, name))
+
+
+def _self_attention_shape(model: MegatronModule, attention: MegatronModule, name: str) -> LayerShape:
+    config = model.config
+    no_rope = config.no_rope_freq
+    has_rope = getattr(model, "rotary_pos_emb", None) is not None and _backend_turns(model)
+    scale = config.softmax_scale
+    return LayerShape(
+        num_heads=attention.num_attention_heads_per_partition,
+        num_kv_heads=attention.num_query_groups_per_partition,
+        head_dim=attention.key_hidden_size,
+        value_head_dim=attention.val_hidden_size,
+        scale=1 / math.sqrt(attention.key_hidden_size) if scale is None else scale,
+        window=_window(config, attention.layer_number, name),
+        uses_rope=has_rope and not (no_rope and no_rope[attention.layer_number - 1]),
+        has_sinks=config.softmax_type != "vanilla",
+    )
+
+
+def _mla_shape(model: MegatronModule, attention: MegatronModule, name: str) -> LayerShape:
+    """Expanded: every head has keys and values of its own, and megatron turns them itself."""
+    return LayerShape(
+        num_heads=attention.num_attention_heads_per_partition,
+        num_kv_heads=attention.num_attention_heads_per_partition,
+        head_dim=attention.q_head_dim,
+        value_head_dim=model.config.v_head_dim,
+        scale=attention.softmax_scale,
+        window=_window(model.config, attention.layer_number, name),
+        uses_rope=False,
+        has_sinks=model.config.softmax_type != "vanilla",
+    )
+
+
+_ADAPTERS: dict[type, Callable[[MegatronModule, MegatronModule, str], LayerShape]] = {
+    MLASelfAttention: _mla_shape,
+    SelfAttention: _self_attention_shape,
+}
+
+
+def _window(config: MegatronModule, layer_number: int, name: str) -> int | None:
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    before, after = config.window_size
+    if after > 0:
+        raise UnsupportedModelError(f"{name} attends {after} tokens ahead (window_size); {SUPPORTED}")
+    return None if before < 0 else before
+
+
+def _sinks(core: MegatronModule, site: _AttentionSite) -> Tensor:
+    """Gives the layer's own sink logits; off-by-one softmax is a sink of zero."""
+    offset = getattr(core, "softmax_offset", None)
+    if offset is not None:
+        return offset
+    weight = next(site.attention.parameters())
+    return torch.zeros(site.shape.num_heads, dtype=weight.dtype, device=weight.device)
+
+
+def _backend_turns(model: MegatronModule) -> bool:
+    """Says whether turning may move from megatron into the attention backend.
+
+    Not where megatron insists on its own fused kernel, nor for a rotary module of an unknown kind.
+    """
+    known = type(model.rotary_pos_emb) in (RotaryEmbedding, YarnRotaryEmbedding)
+    return known and not model.config.fused_single_qkv_rope
+
+
+def _angles(rotary: MegatronModule, max_positions: int, device: torch.device) -> tuple[Tensor, float | None]:
+    """Gives the float32 angles, `[max_positions, 1, 1, rotary_dim]`, and YaRN's factor where there is one.
+
+    Asked of a copy, and told that `device` is the current one: the module moves its frequencies to the
+    current CUDA device as it answers, and a CPU has none.
+    """
+    if not isinstance(rotary, RotaryEmbedding):
+        raise UnsupportedModelError(
+            f"the rotary module is a {type(rotary).__name__}; "
+            "supported are RotaryEmbedding and YarnRotaryEmbedding"
+        )
+    swaps = Swaps()
+    if device.type != "cuda":
+        swaps.set(torch.cuda, "current_device", lambda: device)
+    try:
+        answer = copy.copy(rotary).get_emb(max_positions)
+    finally:
+        swaps.undo()
+    angles, mscale = answer if isinstance(answer, tuple) else (answer, None)
+    return angles.to(device), mscale
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    if type(module) not in (ColumnParallelLinear, RowParallelLinear):
+        return False
+    linear: MegatronModule = module
+    return (
+        get_pg_size(linear.tp_group) == 1
+        and linear.gtp_remat_size == 1
+        and not linear.config.defer_embedding_wgrad_compute
+        and "forward" not in vars(linear)
+    )
+
+
+def _plain_forward(linear: MegatronModule) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Gives the layer's forward for a group of one: the product, and the bias added or handed on."""
+
+    def forward(
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,  # noqa: FBT001 - megatron's signature
+    ) -> tuple[Tensor, Tensor | None]:
+        del runtime_gather_output
+        product = linear.weight if weight is None else weight
+        if linear.skip_bias_add:
+            return functional.linear(input_, product), linear.bias
+        return functional.linear(input_, product, linear.bias), None
+
+    return forward

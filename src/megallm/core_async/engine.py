@@ -1,0 +1,241 @@
+"""READ FIRST: the engine builds its actors, runs the pump, and stops them.
+
+A request's way: `submit` asks the scheduler; the pump asks the scheduler for a plan, launches it on
+the ranks, collects the result of the plan before it, and passes the tokens to the detokeniser,
+which fills the readers' outboxes. Two plans are in flight, so that planning and text hide behind
+the forward pass.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import anyio
+from anyio.abc import TaskStatus
+
+from megallm.core_async.actors.allocator import Allocator
+from megallm.core_async.actors.detokenizer import Detokenizer, Parcel
+from megallm.core_async.actors.scheduler import Scheduler
+from megallm.core_async.actors.worker import Worker
+from megallm.core_async.config import EngineConfig
+from megallm.core_async.errors import ActorGone, EngineBusy, EngineDeadError, EngineStoppedError
+from megallm.core_async.kit.actor import Address
+from megallm.core_async.kit.gate import Gate
+from megallm.core_async.kit.outbox import Outbox, Outboxes
+from megallm.core_async.kit.supervisor import Supervisor
+from megallm.core_async.messages import (
+    CollectStep,
+    EngineStats,
+    LaunchStep,
+    NewRequest,
+    NextStep,
+    RequestId,
+    StepResult,
+    Submit,
+)
+from megallm.core_async.plan.block_pool import BlockPool
+from megallm.core_async.plan.policy import Limits
+from megallm.core_async.protocols import Link, Runner, Tokenizer
+from megallm.core_async.step_times import StepTimes
+from megallm.core_async.transport.link import LocalLink
+
+DEPTH = 2
+"""Plans in flight: one runs while the next is planned and the last one's text is made."""
+
+
+class WorkerActor(Protocol):
+    """The actor round a rank's runner."""
+
+    @property
+    def address(self) -> Address[LaunchStep | CollectStep]: ...
+
+    async def run(self, *, task_status: TaskStatus[None]) -> None: ...
+
+
+class Engine:
+    """One model's engine. `run` is its task; every other method is called in the same loop.
+
+    After a failure or a stop every call raises `EngineDeadError` or `EngineStoppedError`, and every
+    open outbox ends with it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        *,
+        make_worker: Callable[[Runner], WorkerActor] = Worker,
+    ) -> None:
+        """Nothing starts before `run`. `make_worker`: tests on virtual time put one without a thread."""
+        self.config = config
+        self._make_worker = make_worker
+        self.times = StepTimes()
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._request_ids = itertools.count(1)
+        self._stats = EngineStats(free_blocks=config.num_blocks)
+        self._failure: Exception | None = None
+        self._is_started = False
+        self._is_stopping = False
+
+    def stats(self) -> EngineStats:
+        """Gives the engine's figures after its last step; callable from any thread."""
+        return self._stats
+
+    def next_request_id(self) -> RequestId:
+        """Gives an id no other request of this engine has; callable from any thread."""
+        return RequestId(next(self._request_ids))
+
+    # ---- running -------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Runs the engine until `shutdown`, a failure, or a cancel; ready once every actor is.
+
+        A failure after the start does not raise here: every call of the engine does.
+        Raises: what the start of an actor raised, the runner's among them.
+        """
+        self._build()
+        try:
+            async with Supervisor(self._fail) as supervisor:
+                await self._start(supervisor)
+                self._is_started = True
+                task_status.started()
+                await self._stop_asked.wait()
+                await supervisor.stop()
+        except Exception as error:
+            if not self._is_started:
+                raise
+            assert error is self._failure, f"{error!r} is not the first failure {self._failure!r}"
+        finally:
+            self._is_stopping = True
+            self._outboxes.fail_all(self.error)
+            self._has_ended.set()
+
+    def _build(self) -> None:
+        config = self.config
+        self._gate = Gate()
+        self._outboxes = Outboxes[Parcel](self._gate.need)
+        self._stop_asked = anyio.Event()
+        self._has_ended = anyio.Event()
+        self._worker = self._make_worker(self._runner)
+        self._link: Link = LocalLink(self._worker.address)
+        self._allocator = Allocator(BlockPool(config.num_blocks, config.block_size))
+        limits = Limits(
+            max_tokens=config.max_tokens,
+            max_requests=config.max_requests,
+            block_size=config.block_size,
+            chunks_prompts=config.chunks_prompts,
+        )
+        self._scheduler = Scheduler(
+            limits,
+            self._allocator.address,
+            self._gate,
+            num_blocks=config.num_blocks,
+            max_waiting=config.max_waiting,
+        )
+        self._detokenizer = Detokenizer(self._tokenizer.detokenize, self._outboxes, self.times)
+
+    async def _start(self, supervisor: Supervisor) -> None:
+        """Starts whoever is asked before whoever asks; they stop in the opposite order."""
+        await supervisor.start("worker", self._worker.run)
+        await supervisor.start("allocator", self._allocator.run)
+        await supervisor.start("detokenizer", self._detokenizer.run)
+        await supervisor.start("scheduler", self._scheduler.run)
+        await supervisor.start("pump", self._pump)
+        self._gate.allow()
+
+    async def _pump(self, *, task_status: TaskStatus[None]) -> None:
+        task_status.started()
+        while True:
+            await self._gate.wait()
+            await self._run_steps()
+
+    async def _run_steps(self) -> None:
+        """Runs steps until there is nothing to plan; leaves none in flight."""
+        result: StepResult | None = None
+        while True:
+            self._gate.rest()
+            began = time.perf_counter()
+            planned = await self._scheduler.address.ask(
+                NextStep(result, self._outboxes.take_closed(), self._gate.is_allowed)
+            )
+            self.times.add_plan(time.perf_counter() - began)
+            self._stats = planned.stats
+            if planned.plan is not None:
+                await self._link.launch(planned.plan)
+            if planned.batch is not None:
+                self._detokenizer.address.tell(planned.batch)
+            if planned.plan is None and not self._link.in_flight:
+                return
+            is_full = planned.plan is None or self._link.in_flight == DEPTH
+            result = await self._link.collect() if is_full else None
+            if result is not None:
+                self.times.add_result(result)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    async def submit(self, requests: Sequence[NewRequest]) -> Outbox[Parcel]:
+        """Queues requests, all of them or none, and gives the outbox that their output comes to.
+
+        Whoever takes the outbox closes it; closing it early aborts what has not ended. A cancel
+        leaves nothing queued.
+        Raises: EngineBusy, EngineStoppedError, EngineDeadError.
+        """
+        self.check_alive()
+        if self._scheduler.address.room <= HEADROOM:
+            raise EngineBusy("too many submissions at once; try again later")
+        outbox = self._outboxes.open([request.request_id for request in requests])
+        try:
+            await self._scheduler.address.ask(Submit(list(requests)))
+        except ActorGone as gone:
+            outbox.close()
+            raise self.error() from gone
+        except BaseException:
+            outbox.close()
+            raise
+        return outbox
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    async def shutdown(self) -> None:
+        """Stops the engine and waits until it has stopped; pending calls end with EngineStoppedError.
+
+        Idempotent; a failed engine has stopped.
+        """
+        if self._is_started:
+            self._is_stopping = True
+            self._outboxes.fail_all(self.error)
+            self._stop_asked.set()
+            await self._has_ended.wait()
+
+    async def wait_for_shutdown(self) -> None:
+        """Waits until the engine has stopped.
+
+        Raises: EngineDeadError when it failed.
+        """
+        await self._has_ended.wait()
+        if self._failure is not None:
+            raise self.error()
+
+    def check_alive(self) -> None:
+        """Raises: EngineStoppedError or EngineDeadError unless the engine runs."""
+        if self._failure is not None or self._is_stopping or not self._is_started:
+            raise self.error()
+
+    def error(self) -> EngineDeadError | EngineStoppedError:
+        """Gives a new error that says why the engine does not run."""
+        if self._failure is not None:
+            dead = EngineDeadError(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
+            dead.__cause__ = self._failure
+            return dead
+        return EngineStoppedError("the engine was shut down" if self._is_stopping else "the engine is not running")
+
+    def _fail(self, failure: Exception) -> None:
+        self._failure = failure
+        self._outboxes.fail_all(self.error)
+
+
+HEADROOM = 8
+"""Places of the scheduler's mailbox that submissions leave to the pump and the lifecycle."""

@@ -1,0 +1,78 @@
+"""An engine on a private loop thread, for callers with no loop of their own or with another one."""
+
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import wait as wait_for_futures
+
+from megallm.core_async.engine import Engine
+from megallm.core_async.loop_thread import Backend, LoopThread
+
+ABORT_S = 0.9
+"""How long an interrupted call waits for its abort: Ctrl-C is to be back within a second."""
+
+
+class EngineHost:
+    """Runs one engine on a loop thread. Every method may be called from any other thread."""
+
+    def __init__(self, engine: Engine, backend: Backend) -> None:
+        """Starts the engine and waits until it is ready.
+
+        Raises: what the engine's start raised; nothing is left running then.
+        """
+        self._engine = engine
+        self._loop = LoopThread(backend)
+        try:
+            self._loop.start(engine.run)
+        except BaseException:
+            self._loop.stop()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the loop runs."""
+        return self._loop.is_alive
+
+    def submit[*A, T](self, function: Callable[[*A], Awaitable[T]], *args: *A) -> Future[T]:
+        """Starts a call in the engine's loop; cancelling the future cancels it.
+
+        Raises: EngineStoppedError or EngineDeadError when the loop has ended.
+        """
+        try:
+            return self._loop.submit(function, *args)
+        except RuntimeError as error:
+            raise self._engine.error() from error
+
+    def call[*A, T](self, function: Callable[[*A], Awaitable[T]], *args: *A) -> T:
+        """Makes a call in the engine's loop and waits for it. Interrupted (Ctrl-C), it aborts the call first.
+
+        Raises: what the call raised. RuntimeError when called from the loop itself, which would
+        wait for ever.
+        """
+        if self._loop.is_current:
+            raise RuntimeError("called from the engine's own loop, which would wait for itself; await the async method")
+        future = self.submit(function, *args)
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise self._engine.error() from error
+        finally:
+            if not future.done():
+                future.cancel()
+                wait_for_futures([future], ABORT_S)
+
+    def close(self) -> None:
+        """Stops the engine and the loop, and joins the thread; idempotent."""
+        if self._loop.is_alive:
+            self.call(self._engine.shutdown)
+            self._loop.stop()
+
+    def close_with(self, owner: object) -> "weakref.finalize[[EngineHost, str], object]":
+        """Closes the host when `owner` is collected, or at exit; gives the finaliser to detach when it is closed."""
+        return weakref.finalize(owner, _close_forgotten, self, type(owner).__name__)
+
+
+def _close_forgotten(host: EngineHost, name: str) -> None:
+    warnings.warn(f"a {name} was dropped without shutdown(); it is stopped now", ResourceWarning, stacklevel=2)
+    host.close()

@@ -1,0 +1,1 @@
+"""Structured-concurrency parts over anyio: actors, their supervisor, outboxes, gates. Knows no LLM."""

@@ -1,0 +1,169 @@
+"""Actors: one task, one bounded mailbox, one owner of some state.
+
+`tell` never waits; `ask` waits for the reply its message type promises. When an actor stops, for
+whatever reason, every ask it has not answered fails with `ActorGone`, callers outside the task
+group included. Knows no LLM.
+"""
+
+from typing import ClassVar, Protocol
+
+import anyio
+from anyio.abc import TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from megallm.core_async.errors import ActorGone
+from megallm.core_async.kit.reply import Reply
+from megallm.core_async.messages import Ask
+
+type Envelope[M] = tuple[M, Reply[object] | None]
+"""A message and, when it is an ask, the slot for its answer."""
+
+
+class Refusal(Exception):  # noqa: N818 - not an error of the actor: it wraps the one the asker gets
+    """Raised by a handler to answer an ask with an error; the actor goes on."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Address[M](Protocol):
+    """Where an actor is reached; all that others hold of it."""
+
+    def tell(self, message: M) -> None:
+        """Leaves a message and returns at once.
+
+        Raises: ActorGone when the actor has stopped. AssertionError when the mailbox is full:
+        backpressure lives at admission, so a full mailbox is a broken invariant.
+        """
+        ...
+
+    async def ask[R](self, message: Ask[R]) -> R:
+        """Leaves a message and waits for its reply.
+
+        A cancel abandons the reply; the message is handled all the same.
+        Raises: as `tell`, the error the actor refused with, and ActorGone when it stops first.
+        """
+        ...
+
+
+class MailboxAddress[M]:
+    """The address of an `Actor`: writes to its mailbox."""
+
+    __slots__ = ("_capacity", "_gone", "_name", "_send")
+
+    def __init__(self, name: str, capacity: int, send: MemoryObjectSendStream[Envelope[M]]) -> None:
+        self._name = name
+        self._capacity = capacity
+        self._send = send
+        self._gone: ActorGone | None = None
+
+    @property
+    def room(self) -> int:
+        """How many more messages the mailbox takes."""
+        return self._capacity - self._send.statistics().current_buffer_used
+
+    def tell(self, message: M) -> None:
+        """See Address."""
+        self._put((message, None))
+
+    async def ask[R](self, message: Ask[R]) -> R:
+        """See Address."""
+        reply = Reply[R]()
+        self._put((message, reply))  # type: ignore[arg-type] - an Ask this actor takes is one of its M
+        return await reply.wait()
+
+    def mark_gone(self, gone: ActorGone) -> None:
+        """From now on every call raises `gone`. Called by the actor, once, when it stops."""
+        self._gone = gone
+
+    def _put(self, envelope: Envelope[M]) -> None:
+        if self._gone is not None:
+            raise ActorGone(str(self._gone)) from self._gone.__cause__
+        try:
+            self._send.send_nowait(envelope)
+        except anyio.WouldBlock:
+            name = type(envelope[0]).__name__
+            raise AssertionError(f"mailbox of {self._name} is full: {self._capacity} wait, {name} refused") from None
+
+
+class Actor[M]:
+    """Base of every actor: `run` is its task, `handle` its behaviour, `address` its mailbox.
+
+    `handle` finishes or the actor dies: compute, then commit without an await between.
+    """
+
+    name: ClassVar[str]
+    capacity: ClassVar[int]
+    """Messages the mailbox holds; a subclass states the reason beside it."""
+
+    def __init__(self) -> None:
+        send, receive = anyio.create_memory_object_stream[Envelope[M]](self.capacity)
+        self._send = send
+        self._receive: MemoryObjectReceiveStream[Envelope[M]] = receive
+        self.address = MailboxAddress[M](self.name, self.capacity, send)
+        self._in_hand: Envelope[M] | None = None
+
+    async def handle(self, message: M) -> object:
+        """Does what the message asks and returns the reply, if it is an ask.
+
+        Raises: Refusal to answer with an error; anything else kills the actor.
+        """
+        raise NotImplementedError
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Handles messages in the order they came, until cancelled; ready once started.
+
+        Raises: what `handle` raised.
+        """
+        cause: Exception | None = None
+        try:
+            task_status.started()
+            while True:
+                await self._deliver(await self._receive.receive())
+                await self._drain()
+        except Exception as error:
+            cause = error
+            raise
+        finally:
+            self._stop(cause)
+
+    async def _drain(self) -> None:
+        """Delivers all that waits, without a trip through the loop for each."""
+        while True:
+            try:
+                envelope = self._receive.receive_nowait()
+            except anyio.WouldBlock:
+                return
+            await self._deliver(envelope)
+
+    async def _deliver(self, envelope: Envelope[M]) -> None:
+        self._in_hand = envelope
+        message, reply = envelope
+        try:
+            answer = await self.handle(message)
+        except Refusal as refusal:
+            if reply is None:
+                raise
+            reply.fail(refusal.error)
+        else:
+            if reply is not None:
+                reply.set(answer)
+        self._in_hand = None
+
+    def _stop(self, cause: Exception | None) -> None:
+        """Closes the mailbox and fails what was not answered. Synchronous: nothing can cut it short."""
+        gone = ActorGone(f"{self.name} has stopped" if cause is None else f"{self.name} failed: {cause!r}")
+        gone.__cause__ = cause
+        self.address.mark_gone(gone)
+        unanswered = [] if self._in_hand is None else [self._in_hand]
+        while True:
+            try:
+                unanswered.append(self._receive.receive_nowait())
+            except (anyio.WouldBlock, anyio.EndOfStream):
+                break
+        self._send.close()
+        self._receive.close()
+        for _, reply in unanswered:
+            if reply is not None:
+                reply.fail(gone)

@@ -1,0 +1,1 @@
+"""The pure part: who runs next, which blocks they hold, what their text is. No loop, no tensor."""

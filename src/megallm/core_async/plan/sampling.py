@@ -1,0 +1,149 @@
+"""Checks SamplingParams and resolves them to the numbers that the engine runs on.
+
+Reads the public object by attribute: megatron-core's own class lacks our fields, and other
+versions may lack some of theirs.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from megallm.core_async.messages import Sampling
+
+MAX_SEED = 2**63 - 1
+_MISSING = object()
+
+
+class ParamsFields(Protocol):
+    """The fields that megatron-core's SamplingParams has in every version."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    num_tokens_to_generate: int | None
+    termination_id: int | None
+
+
+class Resolved(Struct, frozen=True, gc=False):
+    """One SamplingParams, checked, with every default filled in."""
+
+    sampling: Sampling
+    """With seed 0 where `has_seed` is false: the engine puts one of its own."""
+    has_seed: bool
+    num_new: int | None
+    """Output tokens asked for; None: all the context holds."""
+    num_total: int | None
+    """Prompt and output together; None: not limited this way."""
+    stop_token_ids: tuple[int, ...]
+    stop_words: tuple[str, ...]
+    keep_stop: bool
+    add_bos: bool
+
+
+def resolve(params: ParamsFields, *, eod: int | None, vocab_size: int) -> Resolved:
+    """Checks every field and fills in the defaults; `params` is not changed.
+
+    Raises: TypeError and ValueError naming field, value and range. NotImplementedError for what
+    this version does not do.
+    """
+    _refuse_unavailable(params)
+    temperature = _number(params, "temperature", 0.0, None, 1.0)
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=_integer(params, "top_k", 0, None, 0),
+        top_p=_number(params, "top_p", 0.0, 1.0, 0.0),
+        min_p=_number(params, "min_p", 0.0, 1.0, 0.0),
+        seed=_optional_integer(params, "seed", 0, MAX_SEED) or 0,
+    )
+    num_new = _optional_integer(params, "num_tokens_to_generate", 0, None)
+    num_total = _optional_integer(params, "num_tokens_total", 1, None)
+    if num_new is not None and num_total is not None:
+        raise ValueError(
+            f"num_tokens_to_generate is {num_new} and num_tokens_total is {num_total}; give one of the two"
+        )
+    return Resolved(
+        sampling=sampling,
+        has_seed=getattr(params, "seed", None) is not None,
+        num_new=num_new,
+        num_total=num_total,
+        stop_token_ids=_stop_token_ids(params, eod, vocab_size),
+        stop_words=_stop_words(params),
+        keep_stop=_boolean(params, "detokenize_stop_sequence"),
+        add_bos=_boolean(params, "add_BOS"),
+    )
+
+
+def _refuse_unavailable(params: object) -> None:
+    for field in ("return_log_probs", "top_n_logprobs", "return_segments"):
+        if getattr(params, field, None):
+            raise NotImplementedError(f"{field} is {getattr(params, field)!r}; this version does not give it")
+
+
+def _stop_token_ids(params: object, eod: int | None, vocab_size: int) -> tuple[int, ...]:
+    ids: list[int] = []
+    termination_id = _optional_integer(params, "termination_id", -1, vocab_size - 1)
+    if termination_id is None and eod is not None and not _boolean(params, "ignore_eos"):
+        ids.append(eod)
+    elif termination_id is not None and termination_id >= 0:
+        ids.append(termination_id)
+    more = getattr(params, "stop_token_ids", None)
+    if more is not None:
+        if isinstance(more, str) or not isinstance(more, Sequence):
+            raise TypeError(f"stop_token_ids is a {type(more).__name__}; give a list of token ids")
+        ids += [_checked_integer("stop_token_ids", token, 0, vocab_size - 1) for token in more]
+    return tuple(dict.fromkeys(ids))
+
+
+def _stop_words(params: object) -> tuple[str, ...]:
+    words = getattr(params, "stop_words", None)
+    if words is None:
+        return ()
+    if isinstance(words, str) or not isinstance(words, Sequence):
+        raise TypeError(f"stop_words is a {type(words).__name__}; give a list of strings")
+    for word in words:
+        if not isinstance(word, str):
+            raise TypeError(f"stop_words holds a {type(word).__name__}, {word!r}; give strings")
+        if not word:
+            raise ValueError("stop_words holds an empty string; leave it out")
+    return tuple(dict.fromkeys(words))
+
+
+def _boolean(params: object, field: str) -> bool:
+    value = getattr(params, field, False)
+    if not isinstance(value, bool):
+        raise TypeError(f"{field} is {value!r}; it must be True or False")
+    return value
+
+
+def _number(params: object, field: str, least: float, most: float | None, default: float) -> float:
+    value = getattr(params, field, _MISSING)
+    if value is _MISSING:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{field} is {value!r}; it must be a number{_range(least, most)}")
+    if not least <= value <= (float("inf") if most is None else most) or value == float("inf"):
+        raise ValueError(f"{field} is {value!r}; it must be{_range(least, most)}")
+    return float(value)
+
+
+def _integer(params: object, field: str, least: int, most: int | None, default: int) -> int:
+    value = getattr(params, field, _MISSING)
+    return default if value is _MISSING else _checked_integer(field, value, least, most)
+
+
+def _optional_integer(params: object, field: str, least: int, most: int | None) -> int | None:
+    value = getattr(params, field, None)
+    return None if value is None else _checked_integer(field, value, least, most)
+
+
+def _checked_integer(field: str, value: object, least: int, most: int | None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{field} is {value!r}; it must be an integer{_range(least, most)}")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{field} is {value}; it must be{_range(least, most)}")
+    return value
+
+
+def _range(least: float, most: float | None) -> str:
+    return f" at least {least:g}" if most is None else f" from {least:g} to {most:,}"

@@ -1,0 +1,85 @@
+"""The public result: megatron-core's DynamicInferenceRequest, filled in alike in every mode."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
+
+from megallm.core_async.errors import InvalidRequestError
+from megallm.core_async.intake import Entry
+from megallm.core_async.messages import Completion
+from megallm.core_async.tokenizers import TokenizerAdapter
+
+
+@dataclass(kw_only=True)
+class Result(DynamicInferenceRequest):
+    """What one prompt gave: megatron-core's fields, and why it ended.
+
+    `prompt_tokens` is a CPU int64 tensor `[prompt_length]` of its own. Times are in seconds:
+    `ttft` and `latency` from the submission, `tpot` a list of one mean per output token after the
+    first (empty for fewer than two tokens).
+    """
+
+    finish_reason: str | None = None
+    """"stop", "length", "abort" or "error", as the engine recorded it."""
+    stop_reason: int | str | None = None
+    """The token id or the stop word that ended it."""
+
+
+def failed_result(entry: Entry, error: InvalidRequestError, tokenizer: TokenizerAdapter) -> Result:
+    """Gives the result of a prompt that could not run; its last events say why."""
+    result = _result(entry, tokenizer)
+    result.status = Status.FAILED
+    result.finish_reason = "error"
+    result.add_event_error_nontransient(error)
+    result.add_event_fail()
+    return result
+
+
+def empty_result(entry: Entry, tokenizer: TokenizerAdapter) -> Result:
+    """Gives the result of a prompt that leaves no room for output, or asked for none."""
+    result = _result(entry, tokenizer)
+    result.status = Status.COMPLETED
+    result.finish_reason = "length"
+    result.latency = 0.0
+    result.add_event_finish()
+    return result
+
+
+def completed_result(
+    entry: Entry, completion: Completion, tokenizer: TokenizerAdapter, *, submitted_s: float
+) -> Result:
+    """Gives the result of a prompt that ran. `submitted_s`: loop time of its submission."""
+    result = _result(entry, tokenizer)
+    result.status = Status.COMPLETED
+    result.generated_tokens = completion.token_ids
+    result.generated_length = len(completion.token_ids)
+    result.generated_text = completion.text
+    result.finish_reason = completion.finish_reason
+    result.stop_reason = completion.stop_reason
+    result.num_cached_tokens = completion.num_cached_tokens
+    first_s, last_s = completion.first_token_s, completion.last_token_s
+    if first_s is not None and last_s is not None:
+        result.ttft = first_s - submitted_s
+        result.latency = last_s - submitted_s
+        if result.generated_length > 1:
+            result.tpot = [(last_s - first_s) / (result.generated_length - 1)]
+    result.add_event_finish()
+    return result
+
+
+def _result(entry: Entry, tokenizer: TokenizerAdapter) -> Result:
+    prompt: Any = entry.prompt
+    if not isinstance(prompt, str):
+        prompt = tokenizer.detokenize(entry.token_ids) if entry.error is None else None
+    return Result(
+        request_id=entry.request_id,
+        prompt=prompt,
+        prompt_tokens=torch.tensor(entry.token_ids, dtype=torch.int64),
+        prompt_length=len(entry.token_ids),
+        sampling_params=entry.params,
+        generated_tokens=[],
+        generated_length=0,
+        generated_text="",
+    )

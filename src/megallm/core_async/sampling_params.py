@@ -1,0 +1,24 @@
+"""The public SamplingParams: megatron-core's fields and ours. Knows the fields, not their checks."""
+
+from dataclasses import dataclass
+
+from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
+
+
+@dataclass
+class SamplingParams(MegatronSamplingParams):
+    """How the tokens of one prompt are chosen, and when they end.
+
+    megatron-core's fields keep their meaning: `temperature` 0 is greedy, `top_k` 0 and `top_p` 0
+    are off, `num_tokens_to_generate` None fills the context, `termination_id` None is the
+    tokenizer's eod and -1 is never. A plain megatron-core object is accepted wherever this one is.
+    """
+
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one's probability are left out; 0 is off."""
+    seed: int | None = None
+    """0 .. 2**63 - 1: the same text every time, whatever runs beside it. None: the engine chooses."""
+    stop_token_ids: list[int] | None = None
+    """Ids that end the output, beside `termination_id`."""
+    ignore_eos: bool = False
+    """Do not end at the tokenizer's eod; the same as `termination_id=-1`."""

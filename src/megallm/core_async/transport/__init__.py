@@ -1,0 +1,1 @@
+"""How plans reach the ranks and results come back."""

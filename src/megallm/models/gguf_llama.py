@@ -1,0 +1,175 @@
+"""A GGUF file of the Llama family as a checkpoint.
+
+Knows llama.cpp's names for metadata and tensors and its order of query and key rows; knows neither
+torch nor megatron-core.
+"""
+
+import re
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from megallm.core_async.errors import ModelFileError, UnsupportedModelError
+from megallm.models.checkpoint import Hyperparameters, tensor_specs
+from megallm.models.gguf_file import GgufFile
+from megallm.models.gguf_tokenizer import build_tokenizer
+from megallm.models.tokenizer import ByteLevelTokenizer
+
+ARCHITECTURES: Final = ("llama",)
+
+_NAMES: Final = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_LAYER_NAMES: Final = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+
+
+class GgufLlama:
+    """A Llama-family GGUF file, checked to hold exactly the tensors its hyperparameters call for.
+
+    Raises: UnsupportedModelError for another family, or for parts this one has not; ModelFileError
+    for a damaged file.
+    """
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        architecture = file.value("general.architecture", str)
+        if architecture not in ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"{file.path} holds a model of architecture {architecture!r}, supported are {list(ARCHITECTURES)}; "
+                "build the megatron-core model yourself and pass it to MegatronLLM"
+            )
+        self._size = _hyperparameters(file, architecture)
+        self._size.check(file.path)
+        self._check_tensors()
+
+    @property
+    def path(self) -> Path:
+        """Gives the file's path."""
+        return self._file.path
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """Gives the decoder's numbers."""
+        return self._size
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """Gives one tensor of `tensor_specs`, dequantised, in memory of its own."""
+        tensor = self._file.read(_file_name(name))
+        if name.endswith("q_proj.weight"):
+            return _split_rotary_halves(tensor, self._size.num_heads)
+        if name.endswith("k_proj.weight"):
+            return _split_rotary_halves(tensor, self._size.num_kv_heads)
+        return tensor
+
+    def tokenizer(self) -> ByteLevelTokenizer:
+        """Builds the tokenizer from the file's metadata.
+
+        Raises: UnsupportedModelError for a kind of tokenizer that is not built here.
+        """
+        return build_tokenizer(self._file)
+
+    def _check_tensors(self) -> None:
+        wanted = {_file_name(spec.name): spec.shape for spec in tensor_specs(self._size)}
+        unknown = sorted(self._file.tensors.keys() - wanted.keys())
+        if unknown:
+            raise UnsupportedModelError(
+                f"{self.path} has {len(unknown)} tensors that a plain Llama has not, {unknown[0]} the first; "
+                "biases, scaled rotary frequencies and experts are not supported"
+            )
+        for name, shape in wanted.items():
+            if name not in self._file.tensors:
+                raise ModelFileError(f"{self.path} has no tensor {name}; the file is incomplete, fetch it again")
+            found = self._file.tensors[name].shape
+            if found != shape:
+                raise ModelFileError(
+                    f"{self.path}: tensor {name} has shape {found}, its metadata calls for {shape}; "
+                    "the file is damaged, fetch it again"
+                )
+
+
+class _Keys(Struct, frozen=True):
+    """The family's metadata by key, under the architecture's prefix."""
+
+    file: GgufFile
+    prefix: str
+
+    def count(self, key: str) -> int:
+        return self.file.value(f"{self.prefix}.{key}", int)
+
+    def count_or(self, key: str, default: int) -> int:
+        return self.file.value_or(f"{self.prefix}.{key}", default)
+
+    def real(self, key: str) -> float:
+        return self.file.value(f"{self.prefix}.{key}", float)
+
+    def real_or(self, key: str, default: float) -> float:
+        return self.file.value_or(f"{self.prefix}.{key}", default)
+
+
+def _hyperparameters(file: GgufFile, architecture: str) -> Hyperparameters:
+    keys = _Keys(file, architecture)
+    if "token_embd.weight" not in file.tensors:
+        raise ModelFileError(f"{file.path} has no tensor token_embd.weight; the file is incomplete, fetch it again")
+    num_heads = keys.count("attention.head_count")
+    hidden_size = keys.count("embedding_length")
+    if num_heads < 1:
+        raise ModelFileError(f"{file.path}: {architecture}.attention.head_count is {num_heads}, at least 1 is needed")
+    head_dim = keys.count_or("attention.key_length", hidden_size // num_heads)
+    _refuse_rotary_variants(file, keys, head_dim)
+    return Hyperparameters(
+        num_layers=keys.count("block_count"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=keys.count_or("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        ffn_size=keys.count("feed_forward_length"),
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        max_positions=keys.count("context_length"),
+        rotary_base=keys.real_or("rope.freq_base", 10_000.0),
+        norm_epsilon=keys.real("attention.layer_norm_rms_epsilon"),
+        is_tied="output.weight" not in file.tensors,
+    )
+
+
+def _refuse_rotary_variants(file: GgufFile, keys: _Keys, head_dim: int) -> None:
+    scaling = file.value_or(f"{keys.prefix}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise UnsupportedModelError(f"{file.path} scales rotary positions ({scaling}); supported is no scaling")
+    stretch = keys.real_or("rope.scale_linear", 1.0)
+    if stretch != 1.0:
+        raise UnsupportedModelError(f"{file.path} stretches rotary positions by {stretch}; supported is no scaling")
+    rotary_dim = keys.count_or("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        raise UnsupportedModelError(
+            f"{file.path} rotates {rotary_dim} of {head_dim} dimensions of a head; supported is all of them"
+        )
+
+
+def _file_name(name: str) -> str:
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    return f"blk.{layer[1]}.{_LAYER_NAMES[layer[2]]}" if layer else _NAMES[name]
+
+
+def _split_rotary_halves(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    """Gives a projection's rows with each head's first rotary halves before its second ones.
+
+    llama.cpp stores the two of a rotated pair side by side, `[heads, head_dim / 2, 2, in]`.
+    """
+    num_rows, num_columns = rows.shape
+    pairs = rows.reshape(num_heads, num_rows // num_heads // 2, 2, num_columns)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(num_rows, num_columns)

@@ -1,0 +1,119 @@
+"""What megatron-core needs before a model is built: a quiet import, and process groups of one.
+
+Knows torch.distributed and megatron's parallel state; knows no model.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch.distributed is partly, megatron-core wholly untyped)
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from megallm.core_async.errors import LifecycleError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_WARNINGS: Final = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "absl.logging is not installed",
+    "The following imports from `dynamic_context.py`",
+    "full scope is deprecated",
+    "MLP requires ffn_hidden_size",
+)
+"""How the warnings start that megatron-core 0.19 gives of its own state, at import and while it builds a model."""
+
+_LOG_LINES: Final = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+}
+"""Loggers, and how the line starts that each writes to stderr for every user without a GPU or with a GPTModel."""
+
+_BACKEND: Final = "megallm_loopback"
+
+
+@contextmanager
+def quiet_megatron() -> Iterator[None]:
+    """Hides what megatron-core says about itself, and nothing else, within the block.
+
+    Wraps imports of megatron-core and the building of a model; a caller can act on none of it.
+    """
+    filters = [(logging.getLogger(name), _Dropper(start)) for name, start in _LOG_LINES.items()]
+    for logger, dropper in filters:
+        logger.addFilter(dropper)
+    try:
+        with warnings.catch_warnings():
+            for start in _WARNINGS:
+                warnings.filterwarnings("ignore", start)
+            yield
+    finally:
+        for logger, dropper in filters:
+            logger.removeFilter(dropper)
+
+
+def ensure_process_groups() -> None:
+    """Sets up torch.distributed and megatron's parallel state for this process alone, unless they are set up.
+
+    Groups of one never talk to anybody; they listen on a port of the loopback interface because
+    gloo can't do otherwise. Groups that the caller set up are left as they are.
+
+    Raises: LifecycleError when the process is one of several, and its parallel state is the caller's to choose.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        return
+    if not dist.is_initialized():
+        if dist.is_torchelastic_launched():
+            raise LifecycleError(
+                "the process was started by torchrun and torch.distributed is not initialised; call "
+                "torch.distributed.init_process_group() and megatron.core.parallel_state.initialize_model_parallel() "
+                "before load_model()"
+            )
+        if _BACKEND not in dist.Backend.backend_list:
+            dist.Backend.register_backend(_BACKEND, _LoopbackGloo(), devices=["cpu", "cuda"])
+        dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+    elif dist.get_world_size() > 1:
+        raise LifecycleError(
+            f"torch.distributed has {dist.get_world_size()} ranks and megatron's parallel state is not initialised; "
+            "call megatron.core.parallel_state.initialize_model_parallel() with the sizes you want before load_model()"
+        )
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+
+
+class _LoopbackGloo:
+    """Makes gloo groups that share one listening socket, bound to loopback.
+
+    torch's own "gloo" opens one socket for each of megatron's 24 groups, on whatever interface the
+    host's name resolves to, and 72 threads; the test of process groups counts them.
+    """
+
+    def __init__(self) -> None:
+        self._device: object | None = None
+
+    def __call__(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> object:
+        import torch.distributed as dist
+
+        if self._device is None:
+            self._device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - torch has no other name for it
+        options._devices = [self._device]  # noqa: SLF001
+        options._threads = 1  # noqa: SLF001
+        options._timeout = timeout  # noqa: SLF001
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+class _Dropper(logging.Filter):
+    """Drops the records that start in one way."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self._start = start
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self._start)
