@@ -46,14 +46,9 @@ def python_files() -> list[Path]:
 
 def text_files() -> list[Path]:
     """Gives every file a person reads: the sources, and what stands beside them."""
-    inside = [
-        *(ROOT / ".ci").iterdir(),
-        *(ROOT / "docs").rglob("*.*"),
-        *SOURCE.rglob("*.cpp"),
-        *python_files(),
-    ]
-    beside = [path for path in ROOT.iterdir() if path.is_file() and path.name not in {".git", "LICENSE"}]
-    return sorted(inside + beside)
+    beside = [ROOT / "Makefile", ROOT / ".gitignore", *ROOT.glob("*.md"), *ROOT.glob("*.toml")]
+    prose = [path for suffix in ("md", "txt") for path in (ROOT / "docs").rglob(f"*.{suffix}")]
+    return sorted([*beside, *(ROOT / ".ci").iterdir(), *prose, *SOURCE.rglob("*.cpp"), *python_files()])
 
 
 def name_of(path: Path) -> str:
@@ -135,7 +130,7 @@ def test_the_list_of_files_tested_elsewhere_is_true() -> None:
 
 
 def test_packages_hold_no_code() -> None:
-    """Nobody looks for logic in an `__init__.py`; those below megallm's own hold a docstring, names at most."""
+    """Nobody looks for logic in an `__init__.py`; below megallm's own they hold names at most."""
     allowed = (ast.Expr, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
     expect_none(
         [
@@ -168,14 +163,14 @@ def words_of(name: str) -> set[str]:
 
 
 def test_public_things_have_a_docstring() -> None:
-    """The first line is all most readers read; one-line members of a protocol speak for themselves."""
+    """The first line is all most readers read; a protocol's one-line members speak for themselves."""
     violations: list[str] = []
-    for path in python_files():
+    for path in sorted(SOURCE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         if not ast.get_docstring(tree):
             violations.append(f"{name_of(path)}:1: no docstring")
         violations += [
-            f"{name_of(path)}:{node.lineno}: {node.name} has no docstring" for node in undocumented(tree)
+            f"{name_of(path)}:{node.lineno}: no docstring: {node.name}" for node in undocumented(tree)
         ]
     expect_none(violations)
 

@@ -4,6 +4,7 @@ The reference runs the same unmodified module over one whole sequence, with mega
 positions and an attention of four lines: no cache, no packing, no chunks.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -37,8 +38,12 @@ class LooseDotProductAttention(DotProductAttention):
 
 @contextmanager
 def cpu_is_current() -> Iterator[None]:
-    """Lets megatron ask for the current CUDA device on a machine without one."""
-    with mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")):
+    """Lets megatron ask for the current CUDA device on a machine without one, and warn of its own calls."""
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "Warning: tp_group is None", DeprecationWarning)
         yield
 
 
@@ -180,8 +185,9 @@ def plain_attention(model: Megatron) -> Iterator[None]:
 
 
 def _whole_sequence(attention: Megatron, config: Megatron) -> object:
-    scale = getattr(attention, "softmax_scale", None) or attention.core_attention.softmax_scale
-    window: tuple[int, int] | None = config.window_size
+    scale: float = getattr(attention, "softmax_scale", None) or config.kv_channels**-0.5
+    skips_window = config.window_attn_skip_freq is not None and attention.layer_number % config.window_attn_skip_freq == 0
+    window: tuple[int, int] | None = None if skips_window else config.window_size
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
         heads = query.shape[2]

@@ -58,9 +58,10 @@ def test_logits_of_a_mixed_step_equal_the_plain_ones(any_model: Megatron, start:
 def test_never_reads_a_slot_that_was_not_written(any_model: Megatron, start: StartRunner) -> None:
     """A masked NaN still poisons a sum of products, so garbage in free memory must not be touched."""
     planner = start(any_model)
-    for layer in planner.runner.cache.layers:
-        layer.keys.fill_(torch.nan)
-        layer.values.fill_(torch.nan)
+    with torch.inference_mode():
+        for layer in planner.runner.cache.layers:
+            layer.keys.fill_(torch.nan)
+            layer.values.fill_(torch.nan)
     short, long = planner.add(PROMPTS[0]), planner.add(PROMPTS[3])
     planner.step((long, 10))
     planner.step((long, 13), (short, 1))

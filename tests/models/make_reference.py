@@ -10,11 +10,12 @@ for each (an end-of-sequence token does not end it), with the log-probability of
 logit's lead over the second best. A prompt is taken only if every lead is at least MIN_LEAD, so
 that no difference of summation order flips a token.
 
-`reference/smollm2_tokens.json`: texts and their ids.
+`reference/smollm2_tokens.json`: texts and their ids, and conversations and theirs.
 """
 
 import json
 import platform
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,8 +65,8 @@ TOKEN_TEXTS: Final = (
     "It's we're I've you'll he'd I'm DON'T can't'S",
     "3.14159 and 1,000,000 and 0x1F and 2024-03-18T07:42:10Z and 10km",
     " 1", "a  1", "x   12  34\n 5\n\n  6\t7", "½ ²³ ٣٤ Ⅷ ⑨ 1st 2nd",
-    "def f(x: int) -> str:\n    return f\"{x!r:>10}\"  # ok\n\n\nclass A:\n\tpass\n",
-    "{\"a\": [1, 2.5, null, true], \"b\\n\": \"\\u00e9\"}",
+    'def f(x: int) -> str:\n    return f"{x!r:>10}"  # ok\n\n\nclass A:\n\tpass\n',
+    '{"a": [1, 2.5, null, true], "b\\n": "\\u00e9"}',
     "for (int i = 0; i < n; ++i) { a[i] += b[i] << 2; } /* done */",
     "漢字とひらがなとカタカナ、それから한국어와 中文。",
     "naïve café Ångström Zażółć gęślą jaźń ÀÉÎÕÜ ß",
@@ -80,6 +81,16 @@ TOKEN_TEXTS: Final = (
     "supercalifragilisticexpialidocious aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
     "\x00\x01\x7f\x1b[0m",
 )  # fmt: skip
+
+CHATS: Final = (
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": "Answer in French."}, {"role": "user", "content": "  What is  12 x 3?\n"}],
+    [
+        {"role": "user", "content": "漢字 👩‍👩‍👧"},
+        {"role": "assistant", "content": "<|im_end|> & <b>"},
+        {"role": "user", "content": "", "name": None},
+    ],
+)
 
 
 def main() -> None:
@@ -108,13 +119,22 @@ def main() -> None:
     cases = [find_case(model, streams, length, index) for index, length in enumerate(PROMPT_LENGTHS)]
     write("smollm2_greedy.json", {**origin, "num_new_tokens": NUM_NEW_TOKENS, "min_lead": MIN_LEAD}, cases)
     tokens = [{"text": text, "ids": tokenizer(text).input_ids} for text in (*TOKEN_TEXTS, *texts.values())]
-    write("smollm2_tokens.json", origin, tokens)
+    chats = [
+        {
+            "messages": messages,
+            "add_generation_prompt": asks,
+            "ids": tokenizer.apply_chat_template(messages, add_generation_prompt=asks)["input_ids"],
+        }
+        for messages in CHATS
+        for asks in (False, True)
+    ]
+    write("smollm2_tokens.json", {**origin, "chats": chats}, tokens)
 
 
 def prompt_streams(tokenizer: Any, texts: dict[str, str]) -> list[list[int]]:
-    """Gives one long row of ids for each text: itself, then the others, so that any length can be cut from it."""
+    """Gives a long row of ids for each text: itself, then the others, so that any length can be cut from it."""
     ids = [tokenizer(text).input_ids for text in texts.values()]
-    return [sum(ids[first:] + ids[:first], []) for first in range(len(ids))]
+    return [list(chain(*ids[first:], *ids[:first])) for first in range(len(ids))]
 
 
 def find_case(model: Any, streams: list[list[int]], length: int, index: int) -> dict[str, Any]:

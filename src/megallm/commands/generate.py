@@ -28,7 +28,7 @@ class Answer(Protocol):
     def generated_tokens(self) -> list[int]: ...
 
     @property
-    def generated_text(self) -> str: ...
+    def generated_text(self) -> str | None: ...
 
     @property
     def finish_reason(self) -> str | None: ...
@@ -164,7 +164,7 @@ def _readable(texts: list[str], answers: Sequence[Answer]) -> Iterable[str]:
         if answer.failed():
             yield f"failed: {_error_of(answer)}\n\n"
         else:
-            yield f"{answer.generated_text.strip()}\n"
+            yield f"{(answer.generated_text or '').strip()}\n"
             yield f"({len(answer.generated_tokens)} tokens, {answer.finish_reason})\n\n"
 
 

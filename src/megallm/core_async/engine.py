@@ -21,6 +21,7 @@ from megallm.core_async.actors.worker import Worker
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.errors import ActorGone, EngineBusy, EngineDeadError, EngineStoppedError
 from megallm.core_async.kit.actor import Address
+from megallm.core_async.kit.foreign import poster
 from megallm.core_async.kit.gate import Gate
 from megallm.core_async.kit.outbox import Outbox, Outboxes
 from megallm.core_async.kit.supervisor import Supervisor
@@ -79,6 +80,7 @@ class Engine:
         self._failure: Exception | None = None
         self._is_started = False
         self._is_stopping = False
+        self._post: Callable[[Callable[[], object]], None] | None = None
 
     def stats(self) -> EngineStats:
         """Gives the engine's figures after its last step; callable from any thread."""
@@ -115,6 +117,7 @@ class Engine:
 
     def _build(self) -> None:
         config = self.config
+        self._post = poster()
         self._gate = Gate()
         self._outboxes = Outboxes[Parcel](self._gate.need)
         self._stop_asked = anyio.Event()
@@ -196,6 +199,11 @@ class Engine:
             outbox.close()
             raise
         return outbox
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Runs a callback in the engine's loop soon; callable from any thread, and a no-op once the loop is gone."""
+        if self._post is not None:
+            self._post(callback)
 
     # ---- the end -------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ class EngineHost:
         self._engine = engine
         self._loop = LoopThread(backend)
         try:
-            self._loop.start(engine.run)
+            self._loop.submit(self._loop.start_task, engine.run).result()
         except BaseException:
             self._loop.stop()
             raise
@@ -63,9 +63,17 @@ class EngineHost:
                 wait_for_futures([future], ABORT_S)
 
     def close(self) -> None:
-        """Stops the engine and the loop, and joins the thread; idempotent."""
-        if self._loop.is_alive:
-            self.call(self._engine.shutdown)
+        """Stops the engine and the loop, and joins the thread; idempotent.
+
+        On the loop's own thread, where a forgotten owner may be collected, it only asks for the stop.
+        """
+        if not self._loop.is_alive:
+            return
+        stopped = self.submit(self._engine.shutdown)
+        if self._loop.is_current:
+            stopped.add_done_callback(lambda _: self._loop.stop())
+        else:
+            wait_for_futures([stopped])
             self._loop.stop()
 
     def close_with(self, owner: object) -> "weakref.finalize[[EngineHost, str], object]":

@@ -173,6 +173,17 @@ def check_prompts(prompts: object) -> tuple[list[Prompt], bool]:
     return list(prompts), False
 
 
+def one_prompt(prompt: object) -> object:
+    """Gives a prompt that has to be a single one.
+
+    Raises: TypeError when a batch came.
+    """
+    checked, is_single = check_prompts(prompt)
+    if not is_single:
+        raise TypeError(f"prompt is a list of {len(checked)} prompts; stream one at a time, str or list[int]")
+    return prompt
+
+
 def _is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

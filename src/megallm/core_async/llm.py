@@ -13,12 +13,13 @@ from megallm.core_async.builder import build
 from megallm.core_async.engine import Engine
 from megallm.core_async.generation import results_of, run_to_completion
 from megallm.core_async.host import EngineHost
-from megallm.core_async.intake import Call
+from megallm.core_async.intake import Call, one_prompt
 from megallm.core_async.kit.foreign import wait_for
 from megallm.core_async.loop_thread import Backend
 from megallm.core_async.messages import EngineStats
 from megallm.core_async.result import Result
 from megallm.core_async.sampling_params import SamplingParams
+from megallm.core_async.streaming import AsyncStream, StreamState
 
 STOP_S = 15.0
 """How long leaving the block waits for the engine's stop, also when it is cancelled."""
@@ -119,6 +120,22 @@ class MegatronAsyncLLM:
         outcome = await self._in_engine_loop(run_to_completion, self._parts.engine, call.requests, None)
         results = results_of(call, outcome, self._parts.tokenizer)
         return results[0] if call.is_single else results
+
+    def stream(
+        self, prompt: Any, sampling_params: Any = None, multi_modal_data: Any = None  # noqa: ANN401 - checked below
+    ) -> AsyncStream:
+        """Gives one prompt's output as it comes: an async iterator of `Delta`.
+
+        The request starts with the first `__anext__`. Leaving the stream early, by break, error,
+        cancel, `aclose` or garbage collection, aborts it. Deltas that a slow reader has not taken
+        are joined.
+
+        Raises: TypeError, ValueError, NotImplementedError and InvalidRequestError, at the call; from
+        the iterator EngineBusy, EngineStoppedError, EngineDeadError.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        call = self._parts.intake.prepare(one_prompt(prompt), params, multi_modal_data, is_streamed=True)
+        return AsyncStream(StreamState(self._parts.engine, call), self._in_engine_loop)
 
     async def shutdown(self) -> None:
         """Stops the engine and gives the model back; pending calls end with EngineStoppedError. Idempotent."""

@@ -1,17 +1,20 @@
-"""A private event loop on a thread of its own, for callers that have no loop or the wrong one.
+"""A private event loop on a thread of its own, for callers that have no loop or another one.
 
-The thread is a daemon, so that a program that forgets to close its engine still ends; whoever owns
-a `LoopThread` stops it. Knows no engine.
+anyio's blocking portal does not serve: its calls are refused on a thread that runs trio, and its
+thread keeps a program alive whose owner forgot it. This thread is a daemon. Knows no engine.
 """
 
+import math
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from importlib.util import find_spec
 from typing import Literal
 
 import anyio
-from anyio.from_thread import BlockingPortal
+from anyio.abc import TaskGroup
+
+from megallm.core_async.kit.foreign import poster
 
 type Backend = Literal["asyncio", "trio"]
 
@@ -20,7 +23,7 @@ JOIN_S = 15.0
 
 
 class LoopThread:
-    """A thread that runs an event loop until `stop`."""
+    """A thread that runs an event loop until `stop`. Every method may be called from any thread."""
 
     def __init__(self, backend: Backend = "asyncio") -> None:
         """Starts the thread and waits until its loop runs.
@@ -31,10 +34,12 @@ class LoopThread:
         if backend not in ("asyncio", "trio"):
             raise ValueError(f'loop is {backend!r}; it must be "asyncio" or "trio"')
         self._backend = backend
-        self._ready: Future[BlockingPortal] = Future()
+        self._started: Future[None] = Future()
+        self._unfinished: set[Future[object]] = set()
+        self._has_ended = False
         self._thread = threading.Thread(target=self._main, name="megallm-loop", daemon=True)
         self._thread.start()
-        self._portal = self._ready.result()
+        self._started.result()
 
     @property
     def is_current(self) -> bool:
@@ -46,36 +51,74 @@ class LoopThread:
         """Whether the loop runs."""
         return self._thread.is_alive()
 
-    def start(self, function: Callable[..., Awaitable[object]]) -> None:
-        """Starts a task in the loop and waits until it says that it is ready (anyio's `task_status`).
-
-        Raises: what the task raised before that.
-        """
-        self._portal.start_task(function)
-
     def submit[*A, T](self, function: Callable[[*A], Awaitable[T]], *args: *A) -> Future[T]:
         """Starts a call in the loop; cancelling the future cancels the call.
 
-        Raises: RuntimeError when the loop has stopped.
+        The future is cancelled when the loop ends first.
+        Raises: RuntimeError when the loop has ended.
         """
-        return self._portal.start_task_soon(function, *args)
+        future: Future[T] = Future()
+        self._unfinished.add(future)  # type: ignore[arg-type] - only ever cancelled from there
+        future.add_done_callback(self._unfinished.discard)
+        if self._has_ended:
+            future.cancel()
+            raise RuntimeError("the loop has ended")
+        self._post(lambda: self._calls.send_nowait(lambda: self._run(function, args, future)))
+        return future
+
+    async def start_task(self, function: Callable[..., Awaitable[object]]) -> None:
+        """Starts a task that lives until it ends or the loop stops, and waits until it says that it is ready.
+
+        To be submitted. Raises: what the task raised before it was ready.
+        """
+        await self._tasks.start(function)
 
     def stop(self) -> None:
-        """Cancels what runs in the loop, ends it, and joins the thread; idempotent."""
-        if self._thread.is_alive() and not self.is_current:
-            self._portal.call(self._portal.stop, True)  # noqa: FBT003 - anyio's signature: cancel_remaining
+        """Cancels what runs in the loop, ends it, and joins the thread unless called on it; idempotent."""
+        self._post(self._calls.close)
+        if not self.is_current:
             self._thread.join(JOIN_S)
+
+    async def _run[*A, T](self, function: Callable[[*A], Awaitable[T]], args: tuple[*A], future: Future[T]) -> None:
+        """Runs one submitted call and gives its outcome to the future, which its caller may have cancelled."""
+        with anyio.CancelScope() as scope:
+            future.add_done_callback(lambda _: self._post(scope.cancel) if future.cancelled() else None)
+            try:
+                value = await function(*args)
+            except Exception as error:  # noqa: BLE001 - it is the caller's, whole
+                _settle(future, lambda: future.set_exception(error))
+            else:
+                _settle(future, lambda: future.set_result(value))
+            finally:
+                future.cancel()
 
     def _main(self) -> None:
         options = {"use_uvloop": find_spec("uvloop") is not None} if self._backend == "asyncio" else {}
         try:
             anyio.run(self._serve, backend=self._backend, backend_options=options)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the start
-            if self._ready.done():
+            if self._started.done():
                 raise
-            self._ready.set_exception(error)
+            self._started.set_exception(error)
+        finally:
+            self._has_ended = True
+            for future in list(self._unfinished):
+                future.cancel()
 
     async def _serve(self) -> None:
-        async with BlockingPortal() as portal:
-            self._ready.set_result(portal)
-            await portal.sleep_until_stopped()
+        self._post = poster()
+        self._calls, calls = anyio.create_memory_object_stream[Callable[[], Awaitable[None]]](math.inf)
+        async with self._calls, calls, anyio.create_task_group() as tasks:
+            self._tasks: TaskGroup = tasks
+            self._started.set_result(None)
+            async for call in calls:
+                tasks.start_soon(call)
+            tasks.cancel_scope.cancel()
+
+
+def _settle(future: Future[object], give: Callable[[], None]) -> None:
+    """Gives an outcome to a future unless its caller has cancelled it, perhaps this very moment."""
+    try:
+        give()
+    except InvalidStateError:
+        assert future.cancelled(), "a future was settled twice"

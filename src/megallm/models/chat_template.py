@@ -22,7 +22,9 @@ from megallm.core_async.errors import InvalidRequestError
 type Json = str | int | float | bool | list[Json] | dict[str, Json] | None
 
 
-def render(template: str, conversation: Sequence[Mapping[str, Any]], **options: Any) -> str:  # Any: JSON values
+def render(
+    template: str, conversation: Sequence[Mapping[str, Any]], **options: Any
+) -> str:  # Any: JSON values
     """Gives the text that `template` makes of a conversation.
 
     Null fields of a message are left out, and a message without content has an empty one, so that
@@ -36,9 +38,13 @@ def render(template: str, conversation: Sequence[Mapping[str, Any]], **options: 
     for index, message in enumerate(conversation):
         if not isinstance(message, Mapping):
             raise InvalidRequestError(
-                f"messages[{index}] is {type(message).__name__}, a mapping with 'role' and 'content' is needed"
+                f"messages[{index}] is {type(message).__name__}, needed is a mapping with 'role' and 'content'"
             )
-        fields = {key: _plain(value, f"messages[{index}].{key}") for key, value in message.items() if value is not None}
+        fields = {
+            key: _plain(value, f"messages[{index}].{key}")
+            for key, value in message.items()
+            if value is not None
+        }
         messages.append({"content": ""} | fields)
     variables: dict[str, Json] = {"add_generation_prompt": False, "tools": None, "documents": None}
     variables |= {key: _plain(value, key) for key, value in options.items()}
@@ -81,7 +87,9 @@ def _plain(value: Any, name: str) -> Json:  # Any: a caller's value, checked her
         case list() | tuple():
             return [_plain(item, f"{name}[{index}]") for index, item in enumerate(value)]
         case _:
-            raise InvalidRequestError(f"{name} is {type(value).__name__}; a chat template takes JSON values only")
+            raise InvalidRequestError(
+                f"{name} is {type(value).__name__}; a chat template takes JSON values only"
+            )
 
 
 def _to_json(
@@ -92,7 +100,9 @@ def _to_json(
     sort_keys: bool = False,  # noqa: FBT001, FBT002 - the same
 ) -> str:
     """Gives JSON as it is; Jinja's own filter escapes it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> Never:

@@ -78,8 +78,8 @@ class GgufFile:
             values = gguf.quants.dequantize(stored.reshape(*entry.shape[:-1], row_bytes), entry.kind)
         except NotImplementedError as error:
             raise UnsupportedModelError(
-                f"{self.path}: tensor {name} is stored as {entry.kind.name}, which can't be dequantised here; "
-                "use a file with F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 or K-quant tensors"
+                f"{self.path}: tensor {name} is stored as {entry.kind.name}, which can't be dequantised; use "
+                " a file with F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 or K-quant tensors"
             ) from error
         return np.array(values, np.float32, copy=None if values.flags.writeable else True)
 
@@ -89,7 +89,9 @@ class GgufFile:
         Raises: ModelFileError when it is absent or of another type than `kind`.
         """
         if key not in self.metadata:
-            raise ModelFileError(f"{self.path} has no metadata {key}; the file is incomplete, convert it again")
+            raise ModelFileError(
+                f"{self.path} has no metadata {key}; the file is incomplete, convert it again"
+            )
         found = self.metadata[key]
         if type(found) is not kind:
             raise ModelFileError(
@@ -107,7 +109,9 @@ class GgufFile:
         found = self.value(key, list)
         items = [item for item in found if type(item) is kind]
         if len(items) != len(found):
-            raise ModelFileError(f"{self.path}: metadata {key} is no array of {kind.__name__}; convert the file again")
+            raise ModelFileError(
+                f"{self.path}: metadata {key} is no array of {kind.__name__}; convert the file again"
+            )
         return items
 
 
@@ -133,7 +137,9 @@ class _Header:
     def _check_version(self) -> None:
         magic = self._take(len(_MAGIC))
         if magic != _MAGIC:
-            raise ModelFileError(f"{self._path} starts with {magic!r}, a GGUF file with {_MAGIC!r}; give a GGUF file")
+            raise ModelFileError(
+                f"{self._path} starts with {magic!r}, a GGUF file with {_MAGIC!r}; give a GGUF file"
+            )
         version = self._scalar("I")
         if version not in _VERSIONS:
             raise ModelFileError(
@@ -177,7 +183,9 @@ class _Header:
         for scalar, code in _SCALARS.items():
             if kind == scalar:
                 return code
-        raise ModelFileError(f"{self._path}: {self._reading} has the unknown type {kind}; the file is damaged")
+        raise ModelFileError(
+            f"{self._path}: {self._reading} has the unknown type {kind}; the file is damaged"
+        )
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Reads one tensor's line: name, shape, format and offset from the start of the tensors."""
@@ -189,14 +197,18 @@ class _Header:
         """Turns offsets into places in the file, each checked to lie in it."""
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
-            raise ModelFileError(f"{self._path}: metadata general.alignment is {alignment}; the file is damaged")
+            raise ModelFileError(
+                f"{self._path}: metadata general.alignment is {alignment}; the file is damaged"
+            )
         base = -(-self._position // alignment) * alignment
         placed: dict[str, TensorEntry] = {}
         for name, shape, kind_id, offset in entries:
             try:
                 kind = gguf.GGMLQuantizationType(kind_id)
             except ValueError as error:
-                raise ModelFileError(f"{self._path}: tensor {name} has the unknown format {kind_id}") from error
+                raise ModelFileError(
+                    f"{self._path}: tensor {name} has the unknown format {kind_id}"
+                ) from error
             block_items, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             if not shape or math.prod(shape) == 0 or shape[-1] % block_items:
                 raise ModelFileError(

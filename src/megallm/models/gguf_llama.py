@@ -50,8 +50,8 @@ class GgufLlama:
         architecture = file.value("general.architecture", str)
         if architecture not in ARCHITECTURES:
             raise UnsupportedModelError(
-                f"{file.path} holds a model of architecture {architecture!r}, supported are {list(ARCHITECTURES)}; "
-                "build the megatron-core model yourself and pass it to MegatronLLM"
+                f"{file.path} holds a model of architecture {architecture!r}, supported are "
+                f"{list(ARCHITECTURES)}; build the megatron-core model yourself and pass it to MegatronLLM"
             )
         self._size = _hyperparameters(file, architecture)
         self._size.check(file.path)
@@ -93,7 +93,9 @@ class GgufLlama:
             )
         for name, shape in wanted.items():
             if name not in self._file.tensors:
-                raise ModelFileError(f"{self.path} has no tensor {name}; the file is incomplete, fetch it again")
+                raise ModelFileError(
+                    f"{self.path} has no tensor {name}; the file is incomplete, fetch it again"
+                )
             found = self._file.tensors[name].shape
             if found != shape:
                 raise ModelFileError(
@@ -124,11 +126,15 @@ class _Keys(Struct, frozen=True):
 def _hyperparameters(file: GgufFile, architecture: str) -> Hyperparameters:
     keys = _Keys(file, architecture)
     if "token_embd.weight" not in file.tensors:
-        raise ModelFileError(f"{file.path} has no tensor token_embd.weight; the file is incomplete, fetch it again")
+        raise ModelFileError(
+            f"{file.path} has no tensor token_embd.weight; the file is incomplete, fetch it again"
+        )
     num_heads = keys.count("attention.head_count")
     hidden_size = keys.count("embedding_length")
     if num_heads < 1:
-        raise ModelFileError(f"{file.path}: {architecture}.attention.head_count is {num_heads}, at least 1 is needed")
+        raise ModelFileError(
+            f"{file.path}: {architecture}.attention.head_count is {num_heads}, at least 1 is needed"
+        )
     head_dim = keys.count_or("attention.key_length", hidden_size // num_heads)
     _refuse_rotary_variants(file, keys, head_dim)
     return Hyperparameters(
@@ -149,10 +155,14 @@ def _hyperparameters(file: GgufFile, architecture: str) -> Hyperparameters:
 def _refuse_rotary_variants(file: GgufFile, keys: _Keys, head_dim: int) -> None:
     scaling = file.value_or(f"{keys.prefix}.rope.scaling.type", "none")
     if scaling != "none":
-        raise UnsupportedModelError(f"{file.path} scales rotary positions ({scaling}); supported is no scaling")
+        raise UnsupportedModelError(
+            f"{file.path} scales rotary positions ({scaling}); supported is no scaling"
+        )
     stretch = keys.real_or("rope.scale_linear", 1.0)
     if stretch != 1.0:
-        raise UnsupportedModelError(f"{file.path} stretches rotary positions by {stretch}; supported is no scaling")
+        raise UnsupportedModelError(
+            f"{file.path} stretches rotary positions by {stretch}; supported is no scaling"
+        )
     rotary_dim = keys.count_or("rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
         raise UnsupportedModelError(

@@ -52,7 +52,7 @@ def _backend(file: GgufFile, tokens: list[str], special_ids: SpecialIds) -> Toke
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise ModelFileError(f"{file.path}: tokenizer.ggml.tokens names a token twice; the file is damaged")
-    merges = [_pair(file, merge) for merge in file.list_of("tokenizer.ggml.merges", str)]
+    merges = [_pair(file, merge, vocab) for merge in file.list_of("tokenizer.ggml.merges", str)]
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False))
     backend.pre_tokenizer = _pre_tokenizer(file)
     backend.decoder = decoders.ByteLevel()
@@ -76,10 +76,13 @@ def _added(tokens: list[str], kinds: list[int], wanted: _Kind) -> list[AddedToke
     ]
 
 
-def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
-    first, blank, second = merge.partition(" ")
-    if not blank or " " in second:
-        raise ModelFileError(f"{file.path}: tokenizer.ggml.merges has {merge!r}, no pair; the file is damaged")
+def _pair(file: GgufFile, merge: str, vocab: dict[str, int]) -> tuple[str, str]:
+    first, _, second = merge.partition(" ")
+    if first not in vocab or second not in vocab or first + second not in vocab:
+        raise ModelFileError(
+            f"{file.path}: tokenizer.ggml.merges has {merge!r}, no pair of tokens that make a token; "
+            "the file is damaged"
+        )
     return first, second
 
 
@@ -90,7 +93,9 @@ def _pre_tokenizer(file: GgufFile) -> pre_tokenizers.PreTokenizer:
             f"{file.path} splits text by the rule {name!r}, supported are {list(_SPLIT_DIGITS)}; "
             "build the tokenizer yourself and pass it to MegatronLLM"
         )
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=file.value_or("tokenizer.ggml.add_space_prefix", False))
+    byte_level = pre_tokenizers.ByteLevel(
+        add_prefix_space=file.value_or("tokenizer.ggml.add_space_prefix", False)
+    )
     if not _SPLIT_DIGITS[name]:
         return byte_level
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])

@@ -3,8 +3,8 @@
 Knows megatron's config, its local layer specs (plain torch, no Transformer Engine) and how it lays
 weights out; knows no file format.
 """
+# megatron-core is untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# (megatron-core is untyped)
 
 from collections.abc import Iterator
 
@@ -101,7 +101,8 @@ def _fill(model: GPTModel, checkpoint: Checkpoint) -> None:
         parameter = waiting.pop(name)
         if parameter.shape != values.shape:
             raise ModelFileError(
-                f"{checkpoint.path}: parameter {name} has shape {tuple(parameter.shape)}, the file gives {values.shape}"
+                f"{checkpoint.path}: parameter {name} has shape {tuple(parameter.shape)}, "
+                f"the file gives {values.shape}"
             )
         parameter.data.copy_(torch.from_numpy(values))
     assert not waiting, f"parameters without a tensor in {checkpoint.path}: {sorted(waiting)}"
@@ -126,7 +127,7 @@ def _megatron_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, NDArray[np.
 
 
 def _query_key_value(checkpoint: Checkpoint, prefix: str) -> NDArray[np.float32]:
-    """Gives the joint projection: for each KV head its query heads' rows, then its key's, then its value's."""
+    """Gives the joint projection: KV head by KV head its query heads' rows, its key's, its value's."""
     size = checkpoint.hyperparameters
     by_kv_head = [
         checkpoint.read(f"{prefix}{name}_proj.weight").reshape(size.num_kv_heads, -1, size.hidden_size)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
 from megallm.models.catalog import KNOWN_MODELS, fetch
 from megallm.models.checkpoint import Checkpoint
+from megallm.models.gguf_file import GgufFile
+from megallm.models.gguf_llama import GgufLlama
 from megallm.models.tokenizer import ByteLevelTokenizer
 
 if TYPE_CHECKING:
@@ -53,7 +55,9 @@ def load_model(
 
         ensure_process_groups()
         model = build_gpt(checkpoint, dtype=kind, device=where)
-    MegatronTokenizerBase.register(ByteLevelTokenizer)  # isinstance holds, and the tokenizer needs no megatron
+    MegatronTokenizerBase.register(
+        ByteLevelTokenizer
+    )  # isinstance holds, and the tokenizer needs no megatron
     return model, tokenizer
 
 
@@ -80,9 +84,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if path.is_dir():
         raise UnsupportedModelError(f"{path} is a folder; supported are GGUF files, so give the path of one")
-    from megallm.models.gguf_file import GgufFile
-    from megallm.models.gguf_llama import GgufLlama
-
     return GgufLlama(GgufFile(path))
 
 

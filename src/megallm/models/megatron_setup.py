@@ -2,8 +2,8 @@
 
 Knows torch.distributed and megatron's parallel state; knows no model.
 """
+# torch.distributed is partly, megatron-core wholly untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# (torch.distributed is partly, megatron-core wholly untyped)
 
 import logging
 import warnings
@@ -25,13 +25,13 @@ _WARNINGS: Final = (
     "full scope is deprecated",
     "MLP requires ffn_hidden_size",
 )
-"""How the warnings start that megatron-core 0.19 gives of its own state, at import and while it builds a model."""
+"""How the warnings start that megatron-core 0.19 gives of itself, at import and while it builds a model."""
 
 _LOG_LINES: Final = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "torch.utils.cpp_extension": "No CUDA runtime is found",
 }
-"""Loggers, and how the line starts that each writes to stderr for every user without a GPU or with a GPTModel."""
+"""Loggers, and how the line starts that each writes for every user of a GPTModel, or without a GPU."""
 
 _BACKEND: Final = "megallm_loopback"
 
@@ -61,7 +61,7 @@ def ensure_process_groups() -> None:
     Groups of one never talk to anybody; they listen on a port of the loopback interface because
     gloo can't do otherwise. Groups that the caller set up are left as they are.
 
-    Raises: LifecycleError when the process is one of several, and its parallel state is the caller's to choose.
+    Raises: LifecycleError when the process is one of several, whose sizes are the caller's to choose.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -72,16 +72,16 @@ def ensure_process_groups() -> None:
         if dist.is_torchelastic_launched():
             raise LifecycleError(
                 "the process was started by torchrun and torch.distributed is not initialised; call "
-                "torch.distributed.init_process_group() and megatron.core.parallel_state.initialize_model_parallel() "
-                "before load_model()"
+                "torch.distributed.init_process_group() and "
+                "megatron.core.parallel_state.initialize_model_parallel() before load_model()"
             )
         if _BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(_BACKEND, _LoopbackGloo(), devices=["cpu", "cuda"])
         dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
     elif dist.get_world_size() > 1:
         raise LifecycleError(
-            f"torch.distributed has {dist.get_world_size()} ranks and megatron's parallel state is not initialised; "
-            "call megatron.core.parallel_state.initialize_model_parallel() with the sizes you want before load_model()"
+            f"torch.distributed has {dist.get_world_size()} ranks and megatron's parallel state is not "
+            "initialised; call megatron.core.parallel_state.initialize_model_parallel() before load_model()"
         )
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
 

@@ -39,7 +39,9 @@ class ByteLevelTokenizer:
         self.chat_template: Final = chat_template
         self.path: Final = path
         self._tokens = [backend.id_to_token(token_id) or "" for token_id in range(backend.get_vocab_size())]
-        self._added = {token_id: added.content for token_id, added in backend.get_added_tokens_decoder().items()}
+        self._added = {
+            token_id: added.content for token_id, added in backend.get_added_tokens_decoder().items()
+        }
 
     def tokenize(self, text: str) -> list[int]:
         """Gives the ids of a text; special tokens spelled out in it are taken as such.
@@ -53,7 +55,7 @@ class ByteLevelTokenizer:
         return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Gives the bytes that a token stands for: a special token's spelling, else part of a text's UTF-8."""
+        """Gives the bytes a token stands for: a special token's spelling, else part of a text's UTF-8."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._tokens[token_id]
@@ -110,10 +112,17 @@ class ByteLevelTokenizer:
         """
         template = chat_template or self.chat_template
         if template is None:
-            raise InvalidRequestError(f"the tokenizer of {self.path} has no chat template; pass chat_template")
+            raise InvalidRequestError(
+                f"the tokenizer of {self.path} has no chat template; pass chat_template"
+            )
         named = {
             f"{name}_token": self._tokens[token_id]
-            for name, token_id in (("bos", self.bos), ("eos", self.eos_id), ("pad", self.pad), ("unk", self.unk))
+            for name, token_id in (
+                ("bos", self.bos),
+                ("eos", self.eos_id),
+                ("pad", self.pad),
+                ("unk", self.unk),
+            )
             if token_id is not None
         }
         text = render(template, conversation, **(named | options))
@@ -137,7 +146,9 @@ class ByteLevelTokenizer:
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
         """Gives what tells this tokenizer from another, for megatron's data set caches."""
-        return OrderedDict({"class": f"{type(self).__module__}.{type(self).__qualname__}", "tokenizer_path": self.path})
+        return OrderedDict(
+            {"class": f"{type(self).__module__}.{type(self).__qualname__}", "tokenizer_path": self.path}
+        )
 
     @property
     def bos(self) -> int | None:
@@ -177,7 +188,9 @@ def _symbols() -> dict[str, int]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
 
 
 _BYTE_OF_SYMBOL: Final = _symbols()

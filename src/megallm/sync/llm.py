@@ -12,11 +12,14 @@ from megallm.core_async.builder import build
 from megallm.core_async.engine import Engine
 from megallm.core_async.generation import results_of, run_to_completion
 from megallm.core_async.host import EngineHost
+from megallm.core_async.intake import one_prompt
 from megallm.core_async.loop_thread import Backend
 from megallm.core_async.messages import EngineStats
 from megallm.core_async.result import Result
 from megallm.core_async.sampling_params import SamplingParams
+from megallm.core_async.streaming import StreamState
 from megallm.sync.progress import ProgressBar, wants_bar
+from megallm.sync.streaming import SyncStream
 
 
 class MegatronLLM:
@@ -100,6 +103,21 @@ class MegatronLLM:
         with contextlib.closing(ProgressBar(call)) if shows_bar else contextlib.nullcontext() as bar:
             outcome = self._host.call(run_to_completion, self._parts.engine, call.requests, bar)
         return results_of(call, outcome, self._parts.tokenizer)
+
+    def stream(
+        self, prompt: Any, sampling_params: Any = None, multi_modal_data: Any = None  # noqa: ANN401 - checked below
+    ) -> SyncStream:
+        """Gives one prompt's output as it comes: an iterator of `Delta`.
+
+        The request starts with the first `next`. Leaving the stream early, by break, error, Ctrl-C,
+        `close` or garbage collection, aborts it. Deltas that a slow reader has not taken are joined.
+
+        Raises: TypeError, ValueError, NotImplementedError and InvalidRequestError, at the call; from
+        the iterator EngineBusy, EngineStoppedError, EngineDeadError.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        call = self._parts.intake.prepare(one_prompt(prompt), params, multi_modal_data, is_streamed=True)
+        return SyncStream(StreamState(self._parts.engine, call), self._host)
 
     def shutdown(self) -> None:
         """Stops the engine, joins its thread and gives the model back; idempotent.

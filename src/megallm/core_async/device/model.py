@@ -19,15 +19,16 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import get_pg_size
 from msgspec import Struct
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megallm.core_async.device.attention import Attention, LayerShape, PagedLayer
+from megallm.core_async.device.forwards import plain_linear, router_gate
 from megallm.core_async.device.kv_cache import LayerCache
 from megallm.core_async.device.rope import RopeTable, table_of
 from megallm.core_async.device.step_inputs import StepInputs
@@ -103,7 +104,7 @@ class ModelHook:
             self._bind_rotary(max_positions)
             for site, cache in zip(self._sites, caches, strict=True):
                 self._bind_core(attention, site, cache)
-            self._bind_linear()
+            self._bind_detours()
             handle = self._model.output_layer.register_forward_pre_hook(self._only_rows_with_logits)
             self._swaps.on_undo(handle.remove)
         except BaseException:
@@ -190,11 +191,13 @@ class ModelHook:
             rows = step.angles[id(angles)] = angles.index_select(0, step.inputs.batch.positions)
         return rows
 
-    def _bind_linear(self) -> None:
-        """Spares unsharded linear layers megatron's autograd functions and collectives of one."""
+    def _bind_detours(self) -> None:
+        """Spares modules what megatron does for gradients, for groups of one, and for CUDA."""
         for module in self._model.modules():
             if _is_plain_linear(module):
-                self._swap(module, "forward", _plain_forward(module))
+                self._swap(module, "forward", plain_linear(module))
+            elif isinstance(module, Router) and self.shape.device.type == "cpu":
+                self._swap(module, "gating", router_gate(module))
 
     def _only_rows_with_logits(
         self, _module: nn.Module, args: tuple[Tensor, ...]
@@ -366,20 +369,3 @@ def _is_plain_linear(module: nn.Module) -> bool:
         and not linear.config.defer_embedding_wgrad_compute
         and "forward" not in vars(linear)
     )
-
-
-def _plain_forward(linear: MegatronModule) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Gives the layer's forward for a group of one: the product, and the bias added or handed on."""
-
-    def forward(
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,  # noqa: FBT001 - megatron's signature
-    ) -> tuple[Tensor, Tensor | None]:
-        del runtime_gather_output
-        product = linear.weight if weight is None else weight
-        if linear.skip_bias_add:
-            return functional.linear(input_, product), linear.bias
-        return functional.linear(input_, product, linear.bias), None
-
-    return forward

@@ -5,14 +5,16 @@ whatever reason, every ask it has not answered fails with `ActorGone`, callers o
 group included. Knows no LLM.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, Protocol
 
 import anyio
 from anyio.abc import TaskStatus
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from megallm.core_async.errors import ActorGone
-from megallm.core_async.kit.reply import Reply
+from megallm.core_async.kit.mailbox import Mailbox
+from megallm.core_async.kit.reply import Reply, gone_error
 from megallm.core_async.messages import Ask
 
 type Envelope[M] = tuple[M, Reply[object] | None]
@@ -50,18 +52,17 @@ class Address[M](Protocol):
 class MailboxAddress[M]:
     """The address of an `Actor`: writes to its mailbox."""
 
-    __slots__ = ("_capacity", "_gone", "_name", "_send")
+    __slots__ = ("_mailbox", "_make_gone", "_name")
 
-    def __init__(self, name: str, capacity: int, send: MemoryObjectSendStream[Envelope[M]]) -> None:
+    def __init__(self, name: str, mailbox: Mailbox[Envelope[M]]) -> None:
         self._name = name
-        self._capacity = capacity
-        self._send = send
-        self._gone: ActorGone | None = None
+        self._mailbox = mailbox
+        self._make_gone: Callable[[], ActorGone] | None = None
 
     @property
     def room(self) -> int:
         """How many more messages the mailbox takes."""
-        return self._capacity - self._send.statistics().current_buffer_used
+        return self._mailbox.room
 
     def tell(self, message: M) -> None:
         """See Address."""
@@ -73,18 +74,17 @@ class MailboxAddress[M]:
         self._put((message, reply))  # type: ignore[arg-type] - an Ask this actor takes is one of its M
         return await reply.wait()
 
-    def mark_gone(self, gone: ActorGone) -> None:
-        """From now on every call raises `gone`. Called by the actor, once, when it stops."""
-        self._gone = gone
+    def mark_gone(self, make_gone: Callable[[], ActorGone]) -> None:
+        """From now on every call raises an error made by `make_gone`. Called by the actor when it stops."""
+        self._make_gone = make_gone
 
     def _put(self, envelope: Envelope[M]) -> None:
-        if self._gone is not None:
-            raise ActorGone(str(self._gone)) from self._gone.__cause__
-        try:
-            self._send.send_nowait(envelope)
-        except anyio.WouldBlock:
-            name = type(envelope[0]).__name__
-            raise AssertionError(f"mailbox of {self._name} is full: {self._capacity} wait, {name} refused") from None
+        if self._make_gone is not None:
+            raise self._make_gone()
+        if self._mailbox.room <= 0:
+            what = f"{self._mailbox.capacity} wait, {type(envelope[0]).__name__} refused"
+            raise AssertionError(f"mailbox of {self._name} is full: {what}")
+        self._mailbox.put(envelope)
 
 
 class Actor[M]:
@@ -98,10 +98,8 @@ class Actor[M]:
     """Messages the mailbox holds; a subclass states the reason beside it."""
 
     def __init__(self) -> None:
-        send, receive = anyio.create_memory_object_stream[Envelope[M]](self.capacity)
-        self._send = send
-        self._receive: MemoryObjectReceiveStream[Envelope[M]] = receive
-        self.address = MailboxAddress[M](self.name, self.capacity, send)
+        self._mailbox = Mailbox[Envelope[M]](self.capacity)
+        self.address = MailboxAddress[M](self.name, self._mailbox)
         self._in_hand: Envelope[M] | None = None
 
     async def handle(self, message: M) -> object:
@@ -120,22 +118,15 @@ class Actor[M]:
         try:
             task_status.started()
             while True:
-                await self._deliver(await self._receive.receive())
-                await self._drain()
+                await self._mailbox.wait()
+                while self._mailbox:  # all that waits, without a trip through the loop for each
+                    await self._deliver(self._mailbox.take())
         except Exception as error:
             cause = error
             raise
         finally:
             self._stop(cause)
-
-    async def _drain(self) -> None:
-        """Delivers all that waits, without a trip through the loop for each."""
-        while True:
-            try:
-                envelope = self._receive.receive_nowait()
-            except anyio.WouldBlock:
-                return
-            await self._deliver(envelope)
+            del cause  # its traceback holds this frame
 
     async def _deliver(self, envelope: Envelope[M]) -> None:
         self._in_hand = envelope
@@ -152,18 +143,12 @@ class Actor[M]:
         self._in_hand = None
 
     def _stop(self, cause: Exception | None) -> None:
-        """Closes the mailbox and fails what was not answered. Synchronous: nothing can cut it short."""
-        gone = ActorGone(f"{self.name} has stopped" if cause is None else f"{self.name} failed: {cause!r}")
-        gone.__cause__ = cause
-        self.address.mark_gone(gone)
+        """Fails what was not answered, and all that comes. Synchronous: nothing can cut it short."""
+        make_gone = partial(gone_error, self.name, cause)
+        self.address.mark_gone(make_gone)
         unanswered = [] if self._in_hand is None else [self._in_hand]
-        while True:
-            try:
-                unanswered.append(self._receive.receive_nowait())
-            except (anyio.WouldBlock, anyio.EndOfStream):
-                break
-        self._send.close()
-        self._receive.close()
+        while self._mailbox:
+            unanswered.append(self._mailbox.take())
         for _, reply in unanswered:
             if reply is not None:
-                reply.fail(gone)
+                reply.fail(make_gone())

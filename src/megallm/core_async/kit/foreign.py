@@ -1,4 +1,4 @@
-"""Waits in one loop for a future that another thread completes."""
+"""Crossings between a loop and other threads: calls posted to a loop, futures waited for in one."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ async def wait_for[T](future: Future[T]) -> T:
     Raises: what the future was failed with.
     """
     done = anyio.Event()
-    post = _poster()
+    post = poster()
     future.add_done_callback(lambda _: post(done.set))
     try:
         await done.wait()
@@ -24,8 +24,8 @@ async def wait_for[T](future: Future[T]) -> T:
     return future.result()
 
 
-def _poster() -> Callable[[Callable[[], object]], None]:
-    """Gives what runs a callback in the running loop from any thread; a loop that is gone needs none."""
+def poster() -> Callable[[Callable[[], object]], None]:
+    """Gives what runs a callback in the running loop soon, from any thread; once the loop is gone it does nothing."""
     if sniffio.current_async_library() == "trio":
         token = trio.lowlevel.current_trio_token()
 

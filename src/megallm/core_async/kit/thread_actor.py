@@ -1,13 +1,15 @@
 """An actor whose messages are handled on an OS thread of its own, in order.
 
-For work that blocks and is bound to its thread, as a CUDA device is. The thread posts outcomes to
-the loop and never calls into an actor; the loop side hands them to the askers. Same contract as
-`Actor`: unanswered asks fail with `ActorGone` when it stops. Knows no LLM.
+For work that blocks and is bound to its thread, as a CUDA device is. The thread leaves outcomes and
+wakes the loop; the loop side hands them to the askers. Same contract as `Actor`: unanswered asks
+fail with `ActorGone` when it stops. Knows no LLM.
 """
 
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import ClassVar
 
@@ -15,24 +17,27 @@ import anyio
 from anyio.abc import TaskStatus
 
 from megallm.core_async.errors import ActorGone
-from megallm.core_async.kit.reply import Reply
+from megallm.core_async.kit.reply import Reply, gone_error
 from megallm.core_async.kit.wakeup import Wakeup, open_wakeup
 from megallm.core_async.messages import Ask
 
 log = logging.getLogger(__name__)
 
+type Letter[M] = tuple[M, int] | None
+"""A message and the ticket of its answer, 0 for none; None only makes the thread look up."""
+
 
 class ThreadAddress[M]:
     """The address of a `ThreadActor`. `tell` and `ask` are called in the loop."""
 
-    __slots__ = ("_capacity", "_gone", "_inbox", "_name", "_unanswered")
+    __slots__ = ("_capacity", "_inbox", "_make_gone", "_name", "_unanswered")
 
-    def __init__(self, name: str, capacity: int) -> None:
+    def __init__(self, name: str, capacity: int, inbox: "SimpleQueue[Letter[M]]") -> None:
         self._name = name
         self._capacity = capacity
-        self._inbox: SimpleQueue[tuple[M | None, int]] = SimpleQueue()
+        self._inbox = inbox
         self._unanswered: dict[int, Reply[object]] = {}
-        self._gone: ActorGone | None = None
+        self._make_gone: Callable[[], ActorGone] | None = None
 
     def tell(self, message: M) -> None:
         """See Address."""
@@ -46,16 +51,20 @@ class ThreadAddress[M]:
         self._unanswered[ticket] = reply  # type: ignore[assignment] - answered with what handle returned
         return await reply.wait()
 
-    def mark_gone(self, gone: ActorGone) -> None:
-        """From now on every call raises `gone`; what was not answered fails. Called once, on stop."""
-        self._gone = gone
-        for reply in self._unanswered.values():
-            reply.fail(gone)
-        self._unanswered.clear()
+    def answer(self, ticket: int, value: object) -> None:
+        """Gives an asker its answer. Called by the actor, in the loop."""
+        self._unanswered.pop(ticket).set(value)
+
+    def mark_gone(self, make_gone: Callable[[], ActorGone]) -> None:
+        """From now on every call raises, and what was not answered fails. Called by the actor when it stops."""
+        self._make_gone = make_gone
+        while self._unanswered:
+            _, reply = self._unanswered.popitem()
+            reply.fail(make_gone())
 
     def _put(self, message: M, ticket: int) -> None:
-        if self._gone is not None:
-            raise ActorGone(str(self._gone)) from self._gone.__cause__
+        if self._make_gone is not None:
+            raise self._make_gone()
         if self._inbox.qsize() >= self._capacity:
             name = type(message).__name__
             raise AssertionError(f"mailbox of {self._name} is full: {self._capacity} wait, {name} refused")
@@ -71,13 +80,16 @@ class ThreadActor[M]:
     """How long a stop waits for the message in hand before it leaves the (daemon) thread behind."""
 
     def __init__(self) -> None:
-        self.address = ThreadAddress[M](self.name, self.capacity)
+        self._inbox: SimpleQueue[Letter[M]] = SimpleQueue()
+        self.address = ThreadAddress[M](self.name, self.capacity, self._inbox)
         self._outcomes: deque[tuple[int, object]] = deque()
+        """Answers on their way to the loop; the thread appends, the loop takes."""
+        self._is_stopping = False
+        """Set by the loop: the thread handles nothing more."""
+        self._is_ready = False
         self._failure: Exception | None = None
-        self._wakeup: Wakeup | None = None
-        self._is_started = anyio.Event()
-        self._is_over = anyio.Event()
         self._has_exited = False
+        """These three are set by the thread, which wakes the loop after each."""
 
     def on_start(self) -> None:
         """Runs first on the thread; what it raises fails the start."""
@@ -92,74 +104,85 @@ class ThreadActor[M]:
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serves until cancelled; ready once `on_start` has returned.
 
-        A cancel lets the message in hand finish, for `stop_deadline_s` at most.
-        Raises: what `on_start`, `handle` or `on_stop` raised on the thread.
+        A cancel lets the message in hand finish, for `stop_deadline_s` at most; those behind it are dropped.
+        Raises: what `on_start`, `handle` or `on_stop` raised on the thread, also when cancelled.
         """
-        self._wakeup = open_wakeup(self._collect)
-        thread = threading.Thread(target=self._main, name=f"megallm-{self.name}", daemon=True)
         try:
-            async with anyio.create_task_group() as tasks:
-                await tasks.start(self._wakeup.serve)
-                thread.start()
-                try:
-                    await self._is_started.wait()
-                    if self._failure is None:
-                        task_status.started()
-                        await self._is_over.wait()
-                finally:
-                    await self._end_thread()
-                    tasks.cancel_scope.cancel()
+            wakeup = open_wakeup()
+            thread = threading.Thread(
+                target=self._main, args=(wakeup,), name=f"megallm-{self.name}", daemon=True
+            )
+            thread.start()
+            try:
+                await self._serve(wakeup, task_status)
+            finally:
+                await self._end(wakeup, thread)
         finally:
-            self._mark_gone()
-        if self._failure is not None:
-            raise self._failure
+            self.address.mark_gone(partial(gone_error, self.name, self._failure))
+            if self._failure is not None:
+                raise self._failure
 
-    async def _end_thread(self) -> None:
-        self.address._inbox.put((None, 0))  # noqa: SLF001 - the address is the actor's own other half
+    async def _serve(self, wakeup: Wakeup, task_status: TaskStatus[None]) -> None:
+        """Hands out answers until the thread fails."""
+        while not self._is_ready and self._failure is None:
+            await self._news(wakeup)
+        if self._failure is None:
+            task_status.started()
+        while self._failure is None:
+            await self._news(wakeup)
+
+    async def _end(self, wakeup: Wakeup, thread: threading.Thread) -> None:
+        self._is_stopping = True
+        self._inbox.put(None)
         with anyio.move_on_after(self.stop_deadline_s, shield=True):
             while not self._has_exited:
-                self._is_over = anyio.Event()
-                await self._is_over.wait()
-        if self._has_exited and self._wakeup is not None:
-            self._wakeup.close()
-        elif not self._has_exited:
+                await self._news(wakeup)
+        self._answer()
+        if self._has_exited:
+            thread.join()  # it may still be inside its last wake(), which needs the descriptor
+            wakeup.close()
+        else:
             log.warning("%s: the thread is still busy after %g s and is left behind", self.name, self.stop_deadline_s)
 
-    def _mark_gone(self) -> None:
-        cause = self._failure
-        gone = ActorGone(f"{self.name} has stopped" if cause is None else f"{self.name} failed: {cause!r}")
-        gone.__cause__ = cause
-        self.address.mark_gone(gone)
+    async def _news(self, wakeup: Wakeup) -> None:
+        await wakeup.wait()
+        self._answer()
 
-    def _collect(self) -> None:
-        """Hands outcomes to their askers; runs in the loop."""
-        self._is_started.set()
+    def _answer(self) -> None:
         while self._outcomes:
-            ticket, answer = self._outcomes.popleft()
-            if ticket and (reply := self.address._unanswered.pop(ticket, None)) is not None:  # noqa: SLF001
-                reply.set(answer)
-        if self._failure is not None or self._has_exited:
-            self._is_over.set()
+            self.address.answer(*self._outcomes.popleft())
 
-    def _main(self) -> None:
-        """The thread: everything below happens on it."""
-        assert self._wakeup is not None
+    # ---- on the thread -------------------------------------------------------------------------
+
+    def _main(self, wakeup: Wakeup) -> None:
         try:
             self.on_start()
-            self._wakeup.wake()
-            while True:
-                message, ticket = self.address._inbox.get()  # noqa: SLF001
-                if message is None:
-                    break
-                answer = self.handle(message)
-                if ticket:
-                    self._outcomes.append((ticket, answer))
-                    self._wakeup.wake()
-        except Exception as error:  # noqa: BLE001 - every failure goes up to the supervisor, through run()
-            self._failure = error
+            self._is_ready = True
+            wakeup.wake()
+            self._handle_all(wakeup)
+        except BaseException as error:  # noqa: BLE001 - every failure goes up to the supervisor, through run()
+            self._fail(error, wakeup)
         try:
             self.on_stop()
-        except Exception as error:  # noqa: BLE001 - the same; the first failure is the one reported
-            self._failure = self._failure or error
+        except BaseException as error:  # noqa: BLE001 - the same; the first failure is the one reported
+            self._fail(error, wakeup)
         self._has_exited = True
-        self._wakeup.wake()
+        wakeup.wake()
+
+    def _handle_all(self, wakeup: Wakeup) -> None:
+        while (letter := self._inbox.get()) is not None and not self._is_stopping:
+            message, ticket = letter
+            answer = self.handle(message)
+            if ticket:
+                self._outcomes.append((ticket, answer))
+                wakeup.wake()
+
+    def _fail(self, error: BaseException, wakeup: Wakeup) -> None:
+        if self._failure is not None:
+            return
+        if not isinstance(error, Exception):  # SystemExit ends a thread, not the program
+            wrapped = RuntimeError(f"{self.name} raised {error!r} on its thread")
+            wrapped.__cause__ = error
+            error = wrapped
+        self._failure = error
+        wakeup.wake()

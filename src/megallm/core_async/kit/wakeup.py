@@ -6,71 +6,71 @@ asyncio: `call_soon_threadsafe`, 12-22 us there and back. trio: an eventfd that 
 
 import asyncio
 import os
-from collections.abc import Callable
+import weakref
 from typing import Protocol
 
 import anyio
 import sniffio
 import trio
-from anyio.abc import TaskStatus
 
 
 class Wakeup(Protocol):
-    """Runs a callback in the loop soon after a thread asks for it, at least once per ask or per burst of asks."""
+    """Lets one task wait until a thread wakes it."""
 
     def wake(self) -> None:
-        """Asks for the callback; callable from any thread, and a no-op once the loop is gone."""
+        """Wakes the waiting task, or the next `wait`; callable from any thread, a no-op once the loop is gone."""
         ...
 
-    async def serve(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Runs the callback as asked, until cancelled; asks before the start are kept."""
+    async def wait(self) -> None:
+        """Waits until woken since the last `wait`, by one thread or many. A cancel leaves the wake-up there."""
         ...
 
     def close(self) -> None:
-        """Gives back the descriptor; no thread may call `wake` any more."""
+        """Gives back the descriptor. No thread may call `wake` any more, no task may wait."""
         ...
 
 
-def open_wakeup(callback: Callable[[], None]) -> Wakeup:
-    """Gives the wake-up of the running loop's backend. `callback` is synchronous and must not raise."""
-    return _EventfdWakeup(callback) if sniffio.current_async_library() == "trio" else _CallSoonWakeup(callback)
+def open_wakeup() -> Wakeup:
+    """Gives the wake-up of the running loop's backend. One that is never closed is when it is collected."""
+    return _EventfdWakeup() if sniffio.current_async_library() == "trio" else _CallSoonWakeup()
 
 
 class _CallSoonWakeup:
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self._callback = callback
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._woken = anyio.Event()
 
     def wake(self) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._callback)
+            self._loop.call_soon_threadsafe(self._set)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
             # A loop that was torn down under us waits for nobody: there is no one left to wake.
 
-    async def serve(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        task_status.started()
-        await anyio.sleep_forever()
+    async def wait(self) -> None:
+        await self._woken.wait()
+        self._woken = anyio.Event()
 
     def close(self) -> None:
         return
 
+    def _set(self) -> None:
+        self._woken.set()
+
 
 class _EventfdWakeup:
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self._callback = callback
+    def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False  # a thread that was left behind may write to it until the very end
 
     def wake(self) -> None:
         os.eventfd_write(self._fd, 1)
 
-    async def serve(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        task_status.started()
-        while True:
-            await trio.lowlevel.wait_readable(self._fd)
-            os.eventfd_read(self._fd)
-            self._callback()
+    async def wait(self) -> None:
+        await trio.lowlevel.wait_readable(self._fd)
+        os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._close()

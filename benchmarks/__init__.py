@@ -1,0 +1,1 @@
+"""Measurements of megallm: `python -m benchmarks SUITE`, from the checkout's root."""

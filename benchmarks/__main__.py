@@ -1,0 +1,62 @@
+"""`python -m benchmarks SUITE`: measures, shows tables, and ends with one JSON line.
+
+`python -m benchmarks SUITE --help` lists a suite's options. Progress and warnings go to stderr.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Final, Protocol, TextIO, cast
+
+from benchmarks.measure import busy_warning, machine
+from benchmarks.report import Report, show
+
+SUITES: Final = {
+    "control_plane": "the engine's own work a step, with a runner that costs nothing",
+    "offline": "tokens per second of whole batches, beside transformers on the same weights",
+}
+"""Every suite: a module of this package, and what it measures."""
+
+EXIT_OK = 0
+
+
+class Suite(Protocol):
+    """What a suite's module holds."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the suite's options."""
+        ...
+
+    def run(self, options: argparse.Namespace) -> Report:
+        """Measures."""
+        ...
+
+
+def main(argv: Sequence[str], stdout: TextIO, stderr: TextIO) -> int:
+    """Runs one suite; gives the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
+    for name, summary in SUITES.items():
+        suite = suites.add_parser(name, help=summary, description=f"Measures {summary}.")
+        suite.add_argument("--out", type=Path, metavar="FILE", help="append the JSON line to FILE as well")
+        if argv and argv[0] == name:  # the others are not imported: some load torch
+            _suite(name).add_arguments(suite)
+    options = parser.parse_args(argv)
+    if (warning := busy_warning()) is not None:
+        print(f"warning: {warning}", file=stderr)
+    facts = machine()
+    report = _suite(options.suite).run(options)
+    show(report, {**facts, "gpus": machine()["gpus"]}, stdout=stdout, out=options.out)
+    return EXIT_OK
+
+
+def _suite(name: str) -> Suite:
+    return cast("Suite", import_module(f"benchmarks.{name}"))  # a module found by name has no type
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], sys.stdout, sys.stderr))

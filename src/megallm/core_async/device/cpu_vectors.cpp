@@ -1,0 +1,143 @@
+// Vectors of float as wide as the machine's registers, and the sums and exponentials built on them.
+//
+// Part of cpu_kernels.cpp. Plain GCC vector extensions: the same source is AVX-512, AVX2 and NEON.
+// Every sum over lanes here is the same tree, whatever the tile it is part of, so that a result never
+// depends on how work was cut. -ffp-contract=fast (GCC's default) makes `sum += a * b` one fused step.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#define PIN "+v"
+#elif defined(__AVX__)
+#define VECTOR_BYTES 32
+#define PIN "+x"
+#elif defined(__aarch64__)
+#define VECTOR_BYTES 16
+#define PIN "+w"
+#else
+#define VECTOR_BYTES 16
+#endif
+
+#define UNROLL _Pragma("GCC unroll 32")
+
+namespace {
+
+constexpr int kLanes = VECTOR_BYTES / 4;
+
+typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t Lanes __attribute__((vector_size(VECTOR_BYTES)));
+typedef float UnalignedVector __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+
+inline Vector load(const float* from) { return *reinterpret_cast<const UnalignedVector*>(from); }
+inline void store(float* to, Vector value) { *reinterpret_cast<UnalignedVector*>(to) = value; }
+inline Vector spread(float value) { return value - Vector{}; }
+
+// The first `count` floats, then zeros; nothing behind them is read.
+inline Vector load_part(const float* from, int64_t count) {
+  float lanes[kLanes] = {};
+  std::memcpy(lanes, from, static_cast<size_t>(count) * sizeof(float));
+  return load(lanes);
+}
+
+inline void store_part(float* to, Vector value, int64_t count) {
+  float lanes[kLanes];
+  store(lanes, value);
+  std::memcpy(to, lanes, static_cast<size_t>(count) * sizeof(float));
+}
+
+// Keeps a value in a register: left alone, GCC folds the load into every product that uses it,
+// and a core loads one register a cycle.
+inline void keep_in_register(Vector& value) {
+#ifdef PIN
+  __asm__("" : PIN(value));
+#else
+  (void)value;
+#endif
+}
+
+// ---- sums over lanes -----------------------------------------------------------------------------
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define PICK(first, second, ...) __builtin_shufflevector(first, second, __VA_ARGS__)
+#else
+#define PICK(first, second, ...) __builtin_shuffle(first, second, Lanes{__VA_ARGS__})
+#endif
+
+// Lanes in blocks of `Distance`: even blocks of the result come from `first`, odd ones from `second`,
+// and each is the sum of two neighbouring blocks.
+template <int Distance, int... Lane>
+inline Vector fold(Vector first, Vector second, std::integer_sequence<int, Lane...>) {
+  return PICK(first, second,
+              (Lane / Distance % 2 * kLanes + Lane / (2 * Distance) * 2 * Distance + Lane % Distance)...) +
+         PICK(first, second,
+              (Lane / Distance % 2 * kLanes + Lane / (2 * Distance) * 2 * Distance + Lane % Distance +
+               Distance)...);
+}
+
+template <int Distance>
+inline Vector fold(Vector first, Vector second) {
+  return fold<Distance>(first, second, std::make_integer_sequence<int, kLanes>{});
+}
+
+template <int Count, int Stride>
+inline Vector fold_together(const Vector* sums) {
+  if constexpr (Count == 1) {
+    return sums[0];
+  } else {
+    return fold<kLanes / Count>(fold_together<Count / 2, Stride * 2>(sums),
+                                fold_together<Count / 2, Stride * 2>(sums + Stride));
+  }
+}
+
+template <int Distance>
+inline Vector fold_rest(Vector sums) {
+  if constexpr (Distance == 0) {
+    return sums;
+  } else {
+    return fold_rest<Distance / 2>(fold<Distance>(sums, sums));
+  }
+}
+
+// The sums over lanes of `Count` vectors, a power of two up to kLanes: sum i in lane i * (kLanes / Count).
+template <int Count>
+inline Vector lane_sums(const Vector* vectors) {
+  return fold_rest<kLanes / Count / 2>(fold_together<Count, 1>(vectors));
+}
+
+inline float lane_sum(Vector vector) { return lane_sums<1>(&vector)[0]; }
+
+inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+
+inline float largest_lane(Vector vector) {
+  float largest = vector[0];
+  UNROLL for (int lane = 1; lane < kLanes; lane++) largest = vector[lane] > largest ? vector[lane] : largest;
+  return largest;
+}
+
+// ---- the exponential -----------------------------------------------------------------------------
+
+// e^x to about one unit in the last place; exactly 0 below -87. Method and coefficients: S. Moshier,
+// Cephes, expf: x = n ln 2 + r, a polynomial in r, and n added to the exponent.
+inline Vector exponential(Vector x) {
+  const Vector clipped = x > 88.0f ? spread(88.0f) : (x < -87.0f ? spread(-87.0f) : x);
+  const float round_to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
+  const Vector shifted = clipped * 1.44269504088896341f + round_to_integer;
+  const Vector n = shifted - round_to_integer;
+  const Vector r = (clipped - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const Lanes exponent = (reinterpret_cast<Lanes>(shifted) + 127) << 23;
+  const Vector result = p * reinterpret_cast<Vector>(exponent);
+  return x < -87.0f ? Vector{} : result;
+}
+
+}  // namespace
