@@ -63,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the suite's options."""
     add = parser.add_argument
     add("--loops", nargs="+", choices=list(LOOPS), default=list(LOOPS), help="default: all")
-    add("--batches", nargs="+", type=int, default=[1, 64, 256, 512], metavar="N", help="default: 1 64 256 512")
+    add(
+        "--batches", nargs="+", type=int, default=[1, 64, 256, 512], metavar="N", help="default: 1 64 256 512"
+    )
     add("--steps", type=int, default=1000, metavar="N", help="that count, of each row (default: %(default)s)")
     add("--block-size", type=int, default=16, metavar="N", help="tokens of a block (default: %(default)s)")
 
@@ -103,7 +105,13 @@ def measure(loop: str, batch: int, schedule: Schedule, block_size: int) -> dict[
 
     def marks(schedule: Schedule, num_messages: Callable[[], int]) -> list[Mark]:
         return anyio.run(
-            _decode, batch, schedule, block_size, num_messages, backend=backend, backend_options=backend_options
+            _decode,
+            batch,
+            schedule,
+            block_size,
+            num_messages,
+            backend=backend,
+            backend_options=backend_options,
         )
 
     timed = list(pairwise(marks(schedule, lambda: 0)))
@@ -122,7 +130,9 @@ def measure(loop: str, batch: int, schedule: Schedule, block_size: int) -> dict[
     }
 
 
-async def _decode(batch: int, schedule: Schedule, block_size: int, num_messages: Callable[[], int]) -> list[Mark]:
+async def _decode(
+    batch: int, schedule: Schedule, block_size: int, num_messages: Callable[[], int]
+) -> list[Mark]:
     """Decodes `batch` requests until the schedule is over; gives its marks."""
     meters: list[Meter] = []
 
@@ -141,7 +151,9 @@ async def _decode(batch: int, schedule: Schedule, block_size: int, num_messages:
     engine = Engine(config, FreeRunner(batch), OneLetter(), make_worker=make_worker)
     async with anyio.create_task_group() as tasks:
         await tasks.start(engine.run)
-        tasks.start_soon(engine.wait_for_shutdown)  # raises what kills the engine, so that nothing waits for ever
+        tasks.start_soon(
+            engine.wait_for_shutdown
+        )  # raises what kills the engine, so that nothing waits for ever
         with contextlib.closing(await engine.submit(_requests(engine, batch, schedule))):
             await meters[0].is_over.wait()
         await engine.shutdown()

@@ -78,7 +78,13 @@ class Meter:
     """
 
     def __init__(
-        self, runner: Runner, *, first_step: int, window: int, num_windows: int, num_messages: Callable[[], int]
+        self,
+        runner: Runner,
+        *,
+        first_step: int,
+        window: int,
+        num_windows: int,
+        num_messages: Callable[[], int],
     ) -> None:
         self._worker = Worker(runner)
         self._num_messages = num_messages
@@ -104,7 +110,11 @@ class _MeteredAddress:
     """The worker's address as the pump sees it."""
 
     def __init__(
-        self, worker: Address[LaunchStep | CollectStep], first_step: int, window: int, mark: Callable[[], None]
+        self,
+        worker: Address[LaunchStep | CollectStep],
+        first_step: int,
+        window: int,
+        mark: Callable[[], None],
     ) -> None:
         self._worker = worker
         self._steps = count(-first_step)

@@ -7,7 +7,15 @@ from typing import ClassVar
 import anyio
 
 from megallm.core_async.kit.actor import Actor
-from megallm.core_async.messages import CollectStep, LaunchStep, Row, StepPlan, StepResult, pack_ints, unpack_ints
+from megallm.core_async.messages import (
+    CollectStep,
+    LaunchStep,
+    Row,
+    StepPlan,
+    StepResult,
+    pack_ints,
+    unpack_ints,
+)
 from megallm.core_async.protocols import PendingStep, Runner
 
 VOCAB_SIZE = 97
@@ -71,7 +79,11 @@ class FakeRunner:
         given = iter(unpack_ints(plan.tokens))
         sampled: list[int] = []
         columns = zip(
-            unpack_ints(plan.rows), unpack_ints(plan.starts), unpack_ints(plan.lengths), plan.samples, strict=True
+            unpack_ints(plan.rows),
+            unpack_ints(plan.starts),
+            unpack_ints(plan.lengths),
+            plan.samples,
+            strict=True,
         )
         for index, (row, start, length, is_sampling) in enumerate(columns):
             for position in range(start, start + length):

@@ -4,8 +4,12 @@ Each test reports all its violations at once, `file:line: what`.
 """
 
 import ast
+import itertools
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -25,6 +29,8 @@ TESTED_ELSEWHERE = {
     "core_async/protocols.py": "by every fake; holds types alone",
 }
 """Source files without a test file of their own, and where their tests are."""
+
+OWN_PACKAGES = {"megallm", "benchmarks", "tests"}
 
 BANNED_WORDS = {"data", "helper", "helpers", "info", "manager", "util", "utils"}
 """Words that name nothing: no module, class or function carries them."""
@@ -100,6 +106,41 @@ def test_every_import_goes_to_a_lower_floor(capsys: pytest.CaptureFixture[str]) 
     code = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
     if code != 0:
         pytest.fail(capsys.readouterr().out, pytrace=False)
+
+
+def test_every_imported_package_is_a_declared_requirement() -> None:
+    """What comes along with another package today is gone with its next release."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    optional = itertools.chain.from_iterable(project["optional-dependencies"].values())
+    declared = {distribution_of(line) for line in [*project["dependencies"], *optional]}
+    distributions = packages_distributions()
+    expect_none(
+        [
+            f"{name_of(path)}: {package} is imported and not declared in pyproject.toml"
+            for path in python_files()
+            for package in sorted(imported_packages(path) - OWN_PACKAGES - sys.stdlib_module_names)
+            if not {distribution_of(name) for name in distributions.get(package, [package])} & declared
+        ]
+    )
+
+
+def imported_packages(path: Path) -> set[str]:
+    """Gives the first part of every module that a file imports."""
+    modules: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Import(names=names):
+                modules += [alias.name for alias in names]
+            case ast.ImportFrom(module=str(module)):
+                modules.append(module)
+            case _:
+                pass
+    return {module.partition(".")[0] for module in modules}
+
+
+def distribution_of(requirement: str) -> str:
+    """Gives the normalised name at the start of a requirement."""
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
 def test_every_source_file_has_a_test_file() -> None:

@@ -6,11 +6,9 @@ the engine failed, 130 Ctrl-C, 141 the reader of stdout left.
 """
 
 import argparse
-import logging
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TextIO
@@ -57,12 +55,9 @@ def run(
 
     try:
         options = _parser().parse_args(argv)
-        with warnings.catch_warnings():
-            if not is_debug:
-                _quieten_imports()
-            return generate.run(
-                options, load=load, open_engine=open_engine, stdin=stdin, stdout=stdout, stderr=stderr
-            )
+        return generate.run(
+            options, load=load, open_engine=open_engine, stdin=stdin, stdout=stdout, stderr=stderr
+        )
     except KeyboardInterrupt:
         print("megallm: interrupted", file=stderr)
         return EXIT_INTERRUPTED
@@ -91,14 +86,8 @@ def _parser() -> argparse.ArgumentParser:
         "generate", help="answer prompts, all in one batch", description="Answers prompts, all in one batch."
     )
     generate.add_arguments(command)
-    command.add_argument("--debug", action="store_true", help="errors with their trace, packages' warnings")
+    command.add_argument("--debug", action="store_true", help="errors with their trace")
     return parser
-
-
-def _quieten_imports() -> None:
-    """Hides what torch and megatron-core say of optional packages while they are imported."""
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 # ---- the real model and engine; both imports take seconds, which `--help` need not wait for -------

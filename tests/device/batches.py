@@ -43,7 +43,9 @@ def attended(attention: Attention, case: Case, *, seed: int = 0) -> tuple[Tensor
     )
     num_blocks = rows.block_tables.size + 3
     rows.block_tables[:] = (
-        np.random.default_rng(seed).permutation(num_blocks)[: rows.block_tables.size].reshape(rows.block_tables.shape)
+        np.random.default_rng(seed)
+        .permutation(num_blocks)[: rows.block_tables.size]
+        .reshape(rows.block_tables.shape)
     )
     cache = PagedCache(
         [CacheShape(shape.num_kv_heads, shape.head_dim, shape.value_head_dim)],
@@ -82,7 +84,9 @@ def attended(attention: Attention, case: Case, *, seed: int = 0) -> tuple[Tensor
         expected.append(_by_definition(shape, layer.sinks, turned_query, turned_key, value)[cached:])
     # strided, as the parts of one projection are
     query, key, value = (
-        _strided(torch.cat([parts[which][cached:] for (cached, _), parts in zip(case.parts, full, strict=True)]))
+        _strided(
+            torch.cat([parts[which][cached:] for (cached, _), parts in zip(case.parts, full, strict=True)])
+        )
         for which in range(3)
     )
     attention.begin_step(batch)
@@ -121,12 +125,18 @@ def _angles(case: Case, max_length: int) -> Tensor:
 def _turned(case: Case, vectors: Tensor, max_length: int) -> Tensor:
     if not case.shape.uses_rope:
         return vectors
-    table = table_of(_angles(case, max_length), factor=1.25, is_interleaved=case.is_rope_interleaved, dtype=case.dtype)
+    table = table_of(
+        _angles(case, max_length), factor=1.25, is_interleaved=case.is_rope_interleaved, dtype=case.dtype
+    )
     count = len(vectors)
-    return rotated(vectors, table.cosines[:count], table.sines[:count], is_interleaved=case.is_rope_interleaved)
+    return rotated(
+        vectors, table.cosines[:count], table.sines[:count], is_interleaved=case.is_rope_interleaved
+    )
 
 
-def _by_definition(shape: LayerShape, sinks: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _by_definition(
+    shape: LayerShape, sinks: Tensor | None, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
     out = torch.empty(len(query), shape.num_heads, shape.value_head_dim, dtype=torch.float64)
     for position in range(len(query)):
         first = 0 if shape.window is None else max(0, position - shape.window)

@@ -5,7 +5,7 @@ positions and an attention of four lines: no cache, no packing, no chunks.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 type Megatron = Any  # megatron's modules are untyped
+type Options = dict[str, Any]  # keyword arguments of megatron's constructors
 
 VOCAB = 96
 
@@ -32,12 +33,14 @@ VOCAB = 96
 class LooseDotProductAttention(DotProductAttention):
     """megatron's own, which does not take the head sizes that MLA passes."""
 
-    def __init__(self, *args: object, k_channels: int = 0, v_channels: int = 0, **kwargs: object) -> None:
+    def __init__(
+        self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any
+    ) -> None:  # Any: handed on
         super().__init__(*args, **kwargs)
 
 
 @contextmanager
-def cpu_is_current() -> Iterator[None]:
+def cpu_is_current() -> Generator[None]:
     """Lets megatron ask for the current CUDA device on a machine without one, and warn of its own calls."""
     with (
         mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
@@ -47,9 +50,9 @@ def cpu_is_current() -> Iterator[None]:
         yield
 
 
-def config_of(*, kind: type[TransformerConfig] = TransformerConfig, **changes: object) -> TransformerConfig:
+def config_of(*, kind: type[TransformerConfig] = TransformerConfig, **changes: Any) -> TransformerConfig:
     """Gives the small config, changed."""
-    settings: dict[str, object] = {
+    settings: Options = {
         "num_layers": 3,
         "hidden_size": 64,
         "num_attention_heads": 4,
@@ -76,18 +79,39 @@ def config_of(*, kind: type[TransformerConfig] = TransformerConfig, **changes: o
 
 def gpt(
     *,
-    spec: dict[str, object] | None = None,
-    model: dict[str, object] | None = None,
-    **changes: object,
+    spec: Options | None = None,
+    model: Options | None = None,
+    **changes: Any,
 ) -> Megatron:
     """Gives a GPTModel in eval mode with seeded weights large enough that tokens differ."""
     layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", **(spec or {}))
-    settings: dict[str, object] = {"position_embedding_type": "rope", "rotary_base": 10_000, **(model or {})}
+    settings: Options = {"position_embedding_type": "rope", "rotary_base": 10_000, **(model or {})}
     with cpu_is_current():
         built = GPTModel(
-            config_of(**changes), layer_spec, vocab_size=VOCAB, max_sequence_length=256, parallel_output=False, **settings
+            config_of(**changes),
+            layer_spec,
+            vocab_size=VOCAB,
+            max_sequence_length=256,
+            parallel_output=False,
+            **settings,
         )
     return seeded(built)
+
+
+def yarn() -> Megatron:
+    """Gives a model whose rotary frequencies are stretched, and whose turned vectors grow."""
+    with mock.patch.multiple(
+        TransformerConfig,
+        create=True,
+        yarn_rotary_scaling_factor=4.0,
+        yarn_original_max_position_embeddings=16,
+        yarn_beta_fast=32.0,
+        yarn_beta_slow=1.0,
+        yarn_mscale=1.0,
+        yarn_mscale_all_dim=0.0,
+        yarn_correction_range_round_to_int=True,
+    ):
+        return gpt(model={"position_embedding_type": "yarn"})
 
 
 def moe() -> Megatron:
@@ -103,7 +127,7 @@ def moe() -> Megatron:
     )
 
 
-def mla(**changes: object) -> Megatron:
+def mla(**changes: Any) -> Megatron:
     """Gives multi-latent attention with query and key heads wider than value heads."""
     config = config_of(
         kind=MLATransformerConfig,
@@ -120,7 +144,7 @@ def mla(**changes: object) -> Megatron:
             **changes,
         },
     )
-    layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
+    layer_spec = untyped(get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True))
     layer_spec.submodules.self_attention.submodules.core_attention = LooseDotProductAttention
     with cpu_is_current():
         built = GPTModel(config, layer_spec, vocab_size=VOCAB, max_sequence_length=256, parallel_output=False)
@@ -129,7 +153,7 @@ def mla(**changes: object) -> Megatron:
 
 def hybrid(pattern: str = "*-*-") -> Megatron:
     """Gives a HybridModel: `*` an attention layer, `-` an MLP layer."""
-    local: Megatron = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+    local = untyped(get_gpt_layer_local_spec(normalization="RMSNorm").submodules)
     attention = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -160,6 +184,11 @@ def hybrid(pattern: str = "*-*-") -> Megatron:
     return seeded(built)
 
 
+def untyped(thing: Megatron) -> Megatron:
+    """Gives what it is given, of which megatron says no more than that it is an object."""
+    return thing
+
+
 def seeded(model: Megatron) -> Megatron:
     """Fills the parameters from one seed and freezes them."""
     generator = torch.Generator().manual_seed(7)
@@ -172,21 +201,26 @@ def seeded(model: Megatron) -> Megatron:
 
 
 @contextmanager
-def plain_attention(model: Megatron) -> Iterator[None]:
+def plain_attention(model: Megatron) -> Generator[None]:
     """Puts an attention over whole sequences, of four lines, in place of every core attention."""
     with ExitStack() as patched:
         for layer in model.decoder.layers:
             attention = layer.self_attention
             if hasattr(attention, "core_attention"):
                 patched.enter_context(
-                    mock.patch.object(attention.core_attention, "forward", _whole_sequence(attention, model.config))
+                    mock.patch.object(
+                        attention.core_attention, "forward", _whole_sequence(attention, model.config)
+                    )
                 )
         yield
 
 
 def _whole_sequence(attention: Megatron, config: Megatron) -> object:
     scale: float = getattr(attention, "softmax_scale", None) or config.kv_channels**-0.5
-    skips_window = config.window_attn_skip_freq is not None and attention.layer_number % config.window_attn_skip_freq == 0
+    skips_window = (
+        config.window_attn_skip_freq is not None
+        and attention.layer_number % config.window_attn_skip_freq == 0
+    )
     window: tuple[int, int] | None = None if skips_window else config.window_size
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:

@@ -106,7 +106,9 @@ class Planner:
         ordered = decode + chunks
         starts = [sequence.num_computed for sequence, _ in ordered]
         for sequence, count in ordered:
-            needed = num_blocks_for(sequence.num_computed + count, self._config.block_size) - len(sequence.blocks)
+            needed = num_blocks_for(sequence.num_computed + count, self._config.block_size) - len(
+                sequence.blocks
+            )
             if needed > 0:
                 taken = [self._free_blocks.pop() for _ in range(needed)]
                 changed.append((sequence.row, len(sequence.blocks), taken))

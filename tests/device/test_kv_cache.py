@@ -6,7 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megallm.core_async.device.kv_cache import CacheShape, PagedCache, bytes_per_token, num_blocks_for, slots_for
+from megallm.core_async.device.kv_cache import (
+    CacheShape,
+    PagedCache,
+    bytes_per_token,
+    num_blocks_for,
+    slots_for,
+)
 
 SHAPES = [CacheShape(num_kv_heads=2, head_dim=4, value_head_dim=6), CacheShape(1, 8, 8)]
 

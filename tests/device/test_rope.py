@@ -33,7 +33,7 @@ def test_each_pair_turns_by_its_angle(is_interleaved: bool, rotary_dim: int) -> 
 
 
 def test_table_is_rounded_to_the_models_dtype() -> None:
-    """megatron rounds cosines before it multiplies, and equal logits need the same."""
+    """Megatron rounds cosines before it multiplies, and equal logits need the same."""
     angles = torch.arange(6.0)[:, None] * torch.tensor([0.3, 0.3])
     table = table_of(angles, factor=1.0, is_interleaved=False, dtype=torch.bfloat16)
     assert table.cosines.equal(angles.cos().bfloat16())

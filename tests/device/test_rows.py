@@ -42,8 +42,14 @@ def test_table_is_wide_enough_for_the_longest_sequence() -> None:
     assert wide.block_tables.shape == (2, 4)
 
 
-@given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(1, 5)), max_size=4), max_size=5))
-def test_differences_add_up_to_the_tables_they_were_taken_from(steps: list[list[tuple[int, int, int]]]) -> None:
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(1, 5)), max_size=4), max_size=5
+    )
+)
+def test_differences_add_up_to_the_tables_they_were_taken_from(
+    steps: list[list[tuple[int, int, int]]],
+) -> None:
     """A rank never sees a whole table, so a lost entry would stay wrong."""
     kept, expected, block = rows(), np.zeros((4, 5), dtype=np.int32), 0
     for step in steps:

@@ -1,6 +1,6 @@
 """The runner against one plain forward pass of the same model, for every kind of layer."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytest
@@ -18,10 +18,14 @@ PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7], [9, 8, 7, 6], list(range(20, 43))]
 
 
 @contextmanager
-def recorded_logits(model: Megatron) -> Iterator[list[Tensor]]:
+def recorded_logits(model: Megatron) -> Generator[list[Tensor]]:
     """Records what the output layer gives, `[samples, vocab]` a step."""
     recorded: list[Tensor] = []
-    handle = model.output_layer.register_forward_hook(lambda _m, _a, out: recorded.append(out[0][:, 0].clone()))
+
+    def record(module: object, args: object, out: tuple[Tensor, None]) -> None:
+        recorded.append(out[0][:, 0].clone())
+
+    handle = model.output_layer.register_forward_hook(record)
     try:
         yield recorded
     finally:
@@ -175,7 +179,12 @@ def test_logits_without_a_finite_best_are_an_error_that_says_so(model: Megatron,
     kept = weight.data.clone()
     try:
         weight.data[3].fill_(torch.nan)
-        for sampling in (Sampling(temperature=0.0), Sampling(temperature=1.0), Sampling(top_p=0.5), Sampling(top_k=3)):
+        for sampling in (
+            Sampling(temperature=0.0),
+            Sampling(temperature=1.0),
+            Sampling(top_p=0.5),
+            Sampling(top_k=3),
+        ):
             sequence = planner.add(PROMPTS[1], sampling)
             with pytest.raises(NonFiniteLogitsError, match="1 of 1 sampled rows"):
                 planner.decode(sequence, num_steps=1)
@@ -186,7 +195,9 @@ def test_logits_without_a_finite_best_are_an_error_that_says_so(model: Megatron,
 def test_ids_past_the_vocabulary_are_never_sampled(model: Megatron, start: StartRunner) -> None:
     """Padding rows of the output layer have logits like any other, and no text."""
     planner = start(model, engine_config(vocab_size=7))
-    sequences = [planner.add(prompt, Sampling(temperature=5.0, seed=seed)) for seed, prompt in enumerate(PROMPTS)]
+    sequences = [
+        planner.add(prompt, Sampling(temperature=5.0, seed=seed)) for seed, prompt in enumerate(PROMPTS)
+    ]
     planner.decode(*sequences, num_steps=10)
     assert all(0 <= token < 7 for sequence in sequences for token in sequence.output)
 
@@ -217,7 +228,7 @@ def test_closing_twice_and_before_starting_is_harmless(model: Megatron) -> None:
 
 def test_unknown_attention_backend_is_refused_with_the_known_ones(model: Megatron) -> None:
     """A typing error must not fall back to something slow."""
-    with pytest.raises(UnsupportedModelError, match="attention_backend is 'flahs'.*sdpa"):
+    with pytest.raises(UnsupportedModelError, match=r"attention_backend is 'flahs'.*sdpa"):
         TorchRunner(model, engine_config(attention_backend="flahs"))
 
 
@@ -225,5 +236,10 @@ def test_limits_of_the_model_are_those_of_its_layers(model: Megatron) -> None:
     """The number of cache blocks is derived from them."""
     limits = model_limits(model, sampling_seed=5)
     assert limits.cache_bytes_per_token == 3 * 2 * (16 + 16) * 4
-    assert (limits.vocab_size, limits.device_type, limits.max_positions, limits.sampling_seed) == (96, "cpu", None, 5)
+    assert (limits.vocab_size, limits.device_type, limits.max_positions, limits.sampling_seed) == (
+        96,
+        "cpu",
+        None,
+        5,
+    )
     assert limits.free_bytes is None or limits.free_bytes > 0

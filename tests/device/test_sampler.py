@@ -32,11 +32,12 @@ def draws(logits: Tensor, numbers: Sampling, count: int) -> Tensor:
 
 
 def logits_of(probabilities: list[float]) -> Tensor:
+    """Gives one row whose softmax is `probabilities`."""
     return torch.tensor([probabilities]).log()
 
 
 def assert_frequencies(tokens: Tensor, probabilities: Tensor) -> None:
-    """Checks that Pearson's statistic stays under its 99.99 % quantile; tokens expected 10 times at most are one."""
+    """Checks Pearson's statistic against its 99.99 % quantile; tokens expected 10 times at most are one."""
     observed = tokens.bincount(minlength=len(probabilities)).double()
     assert observed[probabilities == 0].sum() == 0
     expected = probabilities.double() * len(tokens)
@@ -54,7 +55,10 @@ def test_greedy_takes_the_largest_logit() -> None:
     """Temperature 0 and top-k 1 are the same promise."""
     logits = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0))
     numbers = [Sampling(temperature=0.0), Sampling(temperature=2.0, top_k=1, seed=9)] * 3
-    assert sample(logits, columns(*numbers), np.zeros(6, dtype=np.int32)).tokens.tolist() == logits.argmax(-1).tolist()
+    assert (
+        sample(logits, columns(*numbers), np.zeros(6, dtype=np.int32)).tokens.tolist()
+        == logits.argmax(-1).tolist()
+    )
 
 
 def test_greedy_rows_do_not_sort(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +161,9 @@ def test_row_gives_the_same_token_whatever_stands_beside_it(data: st.DataObject)
         seed=st.integers(0, 2**63 - 1),
     )
     rows = data.draw(st.lists(numbers, min_size=2, max_size=6))
-    positions = np.array(data.draw(st.lists(st.integers(0, 10**6), min_size=len(rows), max_size=len(rows))), np.int32)
+    positions = np.array(
+        data.draw(st.lists(st.integers(0, 10**6), min_size=len(rows), max_size=len(rows))), np.int32
+    )
     logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(len(rows)))
     together = sample(logits, columns(*rows), positions).tokens.tolist()
     alone = [
@@ -173,7 +179,9 @@ def test_seed_and_position_alone_fix_the_number() -> None:
     numbers = uniforms(seeds, np.array([0, 1, 0, 77], dtype=np.int32))
     again = uniforms(seeds[::-1].copy(), np.array([77, 0, 1, 0], dtype=np.int32))
     assert numbers.tolist() == again[::-1].tolist()
-    assert numbers.tolist() == [_reference_uniform(int(s), p) for s, p in zip(seeds, [0, 1, 0, 77], strict=True)]
+    assert numbers.tolist() == [
+        _reference_uniform(int(s), p) for s, p in zip(seeds, [0, 1, 0, 77], strict=True)
+    ]
 
 
 def _reference_uniform(seed: int, position: int) -> float:
@@ -205,14 +213,20 @@ def test_log_probs_come_only_when_some_row_asks() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
     positions = np.zeros(2, dtype=np.int32)
     assert sample(logits, columns(Sampling(), Sampling(temperature=0)), positions).log_probs is None
-    asked = sample(logits, columns(Sampling(wants_log_probs=True, seed=3), Sampling(temperature=0)), positions)
+    asked = sample(
+        logits, columns(Sampling(wants_log_probs=True, seed=3), Sampling(temperature=0)), positions
+    )
     assert asked.log_probs is not None
     torch.testing.assert_close(asked.log_probs, logits.log_softmax(-1).gather(1, asked.tokens[:, None])[:, 0])
 
 
-@pytest.mark.parametrize("numbers", [Sampling(temperature=0), Sampling(), Sampling(top_k=2), Sampling(top_p=0.5)])
+@pytest.mark.parametrize(
+    "numbers", [Sampling(temperature=0), Sampling(), Sampling(top_k=2), Sampling(top_p=0.5)]
+)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_rows_without_a_finite_best_are_flagged_and_spare_the_others(numbers: Sampling, poison: float) -> None:
+def test_rows_without_a_finite_best_are_flagged_and_spare_the_others(
+    numbers: Sampling, poison: float
+) -> None:
     """The step's other rows are fine, and whoever reads the result must know which one is not."""
     logits = torch.zeros(3, 200)
     logits[1, 7] = poison

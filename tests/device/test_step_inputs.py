@@ -21,7 +21,9 @@ type TraceFunction = Callable[[FrameType, str, Any], Any]  # as sys.settrace has
 def rows_with_tables(max_requests: int = 6) -> Rows:
     """Gives rows whose tables hold distinct blocks, and whose last tokens are 100, 101, .."""
     rows = Rows(max_requests=max_requests, max_sequence_length=40, block_size=4, device=CPU)
-    rows.block_tables[:] = np.random.default_rng(0).permutation(rows.block_tables.size).reshape(rows.block_tables.shape)
+    rows.block_tables[:] = (
+        np.random.default_rng(0).permutation(rows.block_tables.size).reshape(rows.block_tables.shape)
+    )
     rows.last_tokens.copy_(torch.arange(max_requests) + 100)
     return rows
 
@@ -46,6 +48,7 @@ def plan_of(parts: list[tuple[int, int, int, bool]], *, num_decode: int, tokens:
 
 
 def built(plan: StepPlan, rows: Rows) -> StepInputs:
+    """Gives the plan's tensors, without rotary positions."""
     return inputs_of(plan, rows, block_size=4, device=CPU, rope=None)
 
 
@@ -56,7 +59,9 @@ def test_mixed_step_has_every_tokens_position_and_slot() -> None:
     inputs = built(plan_of(parts, num_decode=2, tokens=list(range(11))), rows)
     positions = [start + offset for _, start, length, _ in parts for offset in range(length)]
     owners = [row for row, _, length, _ in parts for _ in range(length)]
-    slots = [int(rows.block_tables[row, at // 4]) * 4 + at % 4 for row, at in zip(owners, positions, strict=True)]
+    slots = [
+        int(rows.block_tables[row, at // 4]) * 4 + at % 4 for row, at in zip(owners, positions, strict=True)
+    ]
     batch = inputs.batch
     assert batch.positions.tolist() == positions
     assert batch.slots.tolist() == slots

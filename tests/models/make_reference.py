@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def prompt_streams(tokenizer: Any, texts: dict[str, str]) -> list[list[int]]:
-    """Gives a long row of ids for each text: itself, then the others, so that any length can be cut from it."""
+    """Gives a long row of ids for each text: itself, then the others, to cut any length from."""
     ids = [tokenizer(text).input_ids for text in texts.values()]
     return [list(chain(*ids[first:], *ids[:first])) for first in range(len(ids))]
 

@@ -6,7 +6,7 @@ place, so that what is tested is the rest: weights, layout and config.
 # megatron-core is untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ def plain_logits(model: Any, ids: list[int]) -> Tensor:  # Any: megatron's model
 
 
 @contextmanager
-def _plain(model: Any, num_tokens: int) -> Iterator[None]:
+def _plain(model: Any, num_tokens: int) -> Generator[None]:
     attentions = [layer.self_attention for layer in model.decoder.layers]
     rotary, cores = model.rotary_pos_emb, [attention.core_attention for attention in attentions]
     model.rotary_pos_emb = _Rotary(model.config.kv_channels, rotary.inv_freq, num_tokens)
@@ -54,6 +54,6 @@ class _Rotary(nn.Module):
 class _Causal(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Takes and gives `[tokens, 1, heads, head_dim]`, the result's last two dimensions as one."""
-        heads_first = [part[:, 0].transpose(0, 1) for part in (query, key, value)]
-        mixed = scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        queries, keys, values = (part[:, 0].transpose(0, 1) for part in (query, key, value))
+        mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         return mixed.transpose(0, 1).reshape(len(query), 1, -1)

@@ -99,7 +99,7 @@ def test_a_damaged_cached_file_is_named_with_both_sums_and_the_remedy(tmp_path: 
 def test_two_at_once_both_get_the_whole_file(tmp_path: Path) -> None:
     """Every rank of a job calls load_model at the same moment."""
     with ThreadPoolExecutor(2) as threads:
-        paths = list(threads.map(lambda _: fetch(MODEL, tmp_path / "cache"), range(2)))
+        paths = list(threads.map(fetch, [MODEL] * 2, [tmp_path / "cache"] * 2))
     assert paths[0] == paths[1]
     assert paths[0].read_bytes() == CONTENT
     assert list(paths[0].parent.iterdir()) == [paths[0]]

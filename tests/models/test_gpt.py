@@ -110,8 +110,7 @@ def naive_logits(weights: dict[str, np.ndarray], size: Hyperparameters, ids: lis
 )
 def test_a_model_of_any_shape_equals_the_formula(tmp_path: Path, size: Hyperparameters) -> None:
     """The demo model is one shape; the layout must be right for the others too."""
-    metadata_size = size
-    weights = write_tiny(tmp_path / "tiny.gguf", size=metadata_size)
+    weights = write_tiny(tmp_path / "tiny.gguf", size=size)
     model, _ = load_model(tmp_path / "tiny.gguf", dtype=torch.float32, device="cpu")
     ids = [5, 0, 271, 17, 17, 99]
     found = plain_logits(model, ids).numpy()

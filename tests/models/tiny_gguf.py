@@ -50,7 +50,9 @@ type Metadata = dict[str, str | int | float | bool | list[str] | list[int]]
 def tiny_weights(size: Hyperparameters = TINY) -> Weights:
     """Gives random weights by Hugging Face's names, in its row order."""
     rng = np.random.default_rng(0)
-    return {spec.name: rng.standard_normal(spec.shape, np.float32) / 8 for spec in tensor_specs(size)}
+    return {
+        spec.name: rng.standard_normal(spec.shape, np.float32) / np.float32(8) for spec in tensor_specs(size)
+    }
 
 
 def tiny_metadata(size: Hyperparameters = TINY) -> Metadata:
@@ -68,6 +70,7 @@ def tiny_metadata(size: Hyperparameters = TINY) -> Metadata:
         "llama.attention.head_count_kv": size.num_kv_heads,
         "llama.attention.layer_norm_rms_epsilon": size.norm_epsilon,
         "llama.rope.freq_base": size.rotary_base,
+        "llama.attention.key_length": size.head_dim,
         "llama.rope.dimension_count": size.head_dim,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",

@@ -229,6 +229,8 @@ def test_no_more_is_held_back_than_may_be_cut(
         starts = [word[:length] for word in stop_words for length in range(1, len(word))]
         num_open = max((len(start) for start in starts if whole.endswith(start)), default=0)
         assert stream.text == whole[: len(whole) - num_open]
+        if stop_words:
+            assert stream.num_safe_tokens == num_tokens_of(stream.text, tokens.ids, tokens.detokenize)
 
 
 # ---- each kind of fault ----------------------------------------------------------------------------
@@ -262,6 +264,28 @@ def test_a_stop_word_across_three_tokens_is_never_begun() -> None:
     assert deltas == ["A", "B", "", "", "", "", ""]
     assert stream.text == "AB"
     assert stream.num_kept_tokens == 2
+
+
+def test_tokens_are_safe_once_their_text_is_shown() -> None:
+    """A stream that sends ids along with the text must not send those of a stop word either."""
+    tokens = ByteTokens([b"A", b"C", b"D", b"x", b"C", b"D", b"E"])
+    stream = TextStream(tokens.detokenize, ("CDE",))
+    counts: list[int] = []
+    for token_id in tokens.ids:
+        stream.append([token_id])
+        counts.append(stream.num_safe_tokens)
+    assert counts == [1, 1, 1, 4, 4, 4, 4]
+    assert stream.num_kept_tokens == 4
+
+
+def test_all_tokens_are_safe_when_no_stop_word_came() -> None:
+    """Also those without text, and those whose text was held back."""
+    for stop_words in [(), ("CDE",)]:
+        tokens = ByteTokens([b"A", b"C", b""])
+        stream = TextStream(tokens.detokenize, stop_words)
+        stream.append(tokens.ids)
+        stream.finish()
+        assert (stream.num_safe_tokens, stream.num_kept_tokens) == (3, 3)
 
 
 def test_the_start_of_a_stop_word_that_does_not_come_is_shown_then() -> None:

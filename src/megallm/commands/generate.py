@@ -90,9 +90,9 @@ def run(
     Raises: what reading the prompts, loading and generating raise.
     """
     texts = _read_prompts(options, stdin)
-    params = _sampling_params(options)
     started = time.perf_counter()
     model, tokenizer = load(options.model, options.threads)
+    params = _sampling_params(options)
     prompts = texts if options.raw else _apply_chat_template(texts, tokenizer)
     with open_engine(model, tokenizer) as llm:
         loaded = time.perf_counter()

@@ -26,6 +26,7 @@ HONOURED = frozenset(
         "max_tokens",
         "max_sequence_length",
         "enable_chunked_prefill",
+        "kv_cache_management_mode",
         "materialize_only_last_token_logits",
         "verbose",
     }
@@ -41,10 +42,10 @@ class Parts(Struct):
     tokenizer: TokenizerAdapter
 
 
-def build(  # noqa: PLR0913 - the constructor's arguments, which are the public API
+def build(  # the constructor's arguments, which are the public API
     *,
     model: torch.nn.Module,
-    tokenizer: Any,  # noqa: ANN401 - see TokenizerAdapter
+    tokenizer: Any,  # see TokenizerAdapter
     inference_config: InferenceConfig | None,
     use_coordinator: bool,
     coordinator_host: str | None,

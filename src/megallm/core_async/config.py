@@ -5,7 +5,7 @@ neither megatron nor torch.
 """
 
 import logging
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from msgspec import Struct
 
@@ -23,6 +23,8 @@ class InferenceSettings(Protocol):
     max_tokens: int | None
     max_sequence_length: int
     enable_chunked_prefill: bool
+    kv_cache_management_mode: object
+    """megatron-core's enum, or its value."""
 
 
 class ModelLimits(Struct, frozen=True):
@@ -56,10 +58,14 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     chunks_prompts: bool = False
     vocab_size: int
     sampling_seed: int = 42
+    kv_mode: Literal["persist", "offload", "recompute"] = "persist"
+    """What suspend does with the KV cache."""
     attention_backend: str = "auto"
 
     @classmethod
-    def derive(cls, settings: InferenceSettings, model: ModelLimits, *, attention_backend: str = "auto") -> Self:
+    def derive(
+        cls, settings: InferenceSettings, model: ModelLimits, *, attention_backend: str = "auto"
+    ) -> Self:
         """Gives the limits for a model; what was lowered to fit is logged.
 
         Raises: ValueError naming field, value and range.
@@ -77,6 +83,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             chunks_prompts=settings.enable_chunked_prefill,
             vocab_size=model.vocab_size,
             sampling_seed=model.sampling_seed,
+            kv_mode=_kv_mode(settings),
             attention_backend=attention_backend,
         )
 
@@ -130,7 +137,11 @@ def _step_bounds(settings: InferenceSettings, model: ModelLimits, num_blocks: in
 def _sequence_bound(settings: InferenceSettings, model: ModelLimits, cache_tokens: int) -> int:
     bound = _at_least("max_sequence_length", settings.max_sequence_length, 1)
     if model.max_positions is not None and bound > model.max_positions:
-        log.info("max_sequence_length: %d, the model's table of positions, instead of %d", model.max_positions, bound)
+        log.info(
+            "max_sequence_length: %d, the model's table of positions, instead of %d",
+            model.max_positions,
+            bound,
+        )
         bound = model.max_positions
     if bound > cache_tokens:
         log.info(
@@ -140,3 +151,13 @@ def _sequence_bound(settings: InferenceSettings, model: ModelLimits, cache_token
         )
         bound = cache_tokens
     return bound
+
+
+def _kv_mode(settings: InferenceSettings) -> Literal["persist", "offload", "recompute"]:
+    mode = settings.kv_cache_management_mode
+    value = str(getattr(mode, "value", mode)).lower()
+    if value not in ("persist", "offload", "recompute"):
+        raise ValueError(
+            f"InferenceConfig.kv_cache_management_mode is {mode!r}; it must be persist, offload or recompute"
+        )
+    return value

@@ -8,7 +8,7 @@ the forward pass.
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import anyio
@@ -16,6 +16,7 @@ from anyio.abc import TaskStatus
 
 from megallm.core_async.actors.allocator import Allocator
 from megallm.core_async.actors.detokenizer import Detokenizer, Parcel
+from megallm.core_async.actors.lifecycle import LifecycleActor
 from megallm.core_async.actors.scheduler import Scheduler
 from megallm.core_async.actors.worker import Worker
 from megallm.core_async.config import EngineConfig
@@ -26,16 +27,22 @@ from megallm.core_async.kit.gate import Gate
 from megallm.core_async.kit.outbox import Outbox, Outboxes
 from megallm.core_async.kit.supervisor import Supervisor
 from megallm.core_async.messages import (
-    CollectStep,
     EngineStats,
-    LaunchStep,
     NewRequest,
     NextStep,
+    Pause,
+    PumpRested,
     RequestId,
+    Resume,
+    SetEpoch,
     StepResult,
     Submit,
+    Suspend,
+    Unpause,
+    WorkerMessage,
 )
 from megallm.core_async.plan.block_pool import BlockPool
+from megallm.core_async.plan.phases import PauseMode, Phase
 from megallm.core_async.plan.policy import Limits
 from megallm.core_async.protocols import Link, Runner, Tokenizer
 from megallm.core_async.step_times import StepTimes
@@ -49,7 +56,7 @@ class WorkerActor(Protocol):
     """The actor round a rank's runner."""
 
     @property
-    def address(self) -> Address[LaunchStep | CollectStep]: ...
+    def address(self) -> Address[WorkerMessage]: ...
 
     async def run(self, *, task_status: TaskStatus[None]) -> None: ...
 
@@ -139,6 +146,9 @@ class Engine:
             max_waiting=config.max_waiting,
         )
         self._detokenizer = Detokenizer(self._tokenizer.detokenize, self._outboxes, self.times)
+        self._lifecycle = LifecycleActor(
+            self._gate, self._scheduler.address, self._detokenizer.address, self._link, config.kv_mode
+        )
 
     async def _start(self, supervisor: Supervisor) -> None:
         """Starts whoever is asked before whoever asks; they stop in the opposite order."""
@@ -146,19 +156,21 @@ class Engine:
         await supervisor.start("allocator", self._allocator.run)
         await supervisor.start("detokenizer", self._detokenizer.run)
         await supervisor.start("scheduler", self._scheduler.run)
+        await supervisor.start("lifecycle", self._lifecycle.run)
         await supervisor.start("pump", self._pump)
-        self._gate.allow()
+        await self._lifecycle.begin()
 
     async def _pump(self, *, task_status: TaskStatus[None]) -> None:
         task_status.started()
         while True:
             await self._gate.wait()
-            await self._run_steps()
+            self._lifecycle.address.tell(PumpRested(await self._run_steps()))
 
-    async def _run_steps(self) -> None:
-        """Runs steps until there is nothing to plan; leaves none in flight."""
+    async def _run_steps(self) -> int:
+        """Runs steps until there is nothing to plan; leaves none in flight. Gives the order it went by."""
         result: StepResult | None = None
         while True:
+            order = self._gate.order
             self._gate.rest()
             began = time.perf_counter()
             planned = await self._scheduler.address.ask(
@@ -171,7 +183,7 @@ class Engine:
             if planned.batch is not None:
                 self._detokenizer.address.tell(planned.batch)
             if planned.plan is None and not self._link.in_flight:
-                return
+                return order
             is_full = planned.plan is None or self._link.in_flight == DEPTH
             result = await self._link.collect() if is_full else None
             if result is not None:
@@ -204,6 +216,67 @@ class Engine:
         """Runs a callback in the engine's loop soon; callable from any thread, and a no-op once the loop is gone."""
         if self._post is not None:
             self._post(callback)
+
+    # ---- lifecycle -----------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """Where the engine is; see plan/phases.py."""
+        if self._failure is not None:
+            return Phase.FAILED
+        if not self._is_started:
+            return Phase.STARTING
+        if self._is_stopping:
+            return Phase.STOPPED if self._has_ended.is_set() else Phase.STOPPING
+        return self._lifecycle.phase
+
+    async def pause(self, mode: str = "keep") -> None:
+        """Comes to rest after the step in flight. `mode`: "keep" freezes the requests, "wait" lets those
+        in flight finish first, "abort" ends them with what they have. New requests queue.
+
+        Raises: ValueError for another mode; EngineStoppedError, EngineDeadError.
+        """
+        if mode not in {str(each) for each in PauseMode}:
+            raise ValueError(f'mode is {mode!r}; it must be "keep", "wait" or "abort"')
+        await self._ask_lifecycle(Pause(mode))
+
+    async def unpause(self) -> None:
+        """Goes on. Raises: LifecycleError when suspended; EngineStoppedError, EngineDeadError."""
+        await self._ask_lifecycle(Unpause())
+
+    async def suspend(self) -> None:
+        """Pauses, and gives the cache's memory back as the KV mode says.
+
+        Raises: EngineStoppedError, EngineDeadError.
+        """
+        await self._ask_lifecycle(Suspend())
+
+    async def resume(self) -> None:
+        """Takes the cache's memory again; the engine is paused then.
+
+        Raises: EngineStoppedError, EngineDeadError.
+        """
+        await self._ask_lifecycle(Resume())
+
+    async def set_generation_epoch(self, epoch: int) -> None:
+        """Stamps results with the number of the weights from now on.
+
+        Raises: ValueError for a negative number; EngineStoppedError, EngineDeadError.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"epoch is {epoch!r}; it must be an integer of at least 0")
+        await self._alive(self._scheduler.address.ask, SetEpoch(epoch))
+
+    async def _ask_lifecycle(self, message: Pause | Unpause | Suspend | Resume) -> None:
+        await self._alive(self._lifecycle.address.ask, message)
+
+    async def _alive[M](self, ask: Callable[[M], Awaitable[None]], message: M) -> None:
+        """Asks an actor; that it has gone is the engine's end."""
+        self.check_alive()
+        try:
+            await ask(message)
+        except ActorGone as gone:
+            raise self.error() from gone
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -238,7 +311,9 @@ class Engine:
             dead = EngineDeadError(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
             dead.__cause__ = self._failure
             return dead
-        return EngineStoppedError("the engine was shut down" if self._is_stopping else "the engine is not running")
+        return EngineStoppedError(
+            "the engine was shut down" if self._is_stopping else "the engine is not running"
+        )
 
     def _fail(self, failure: Exception) -> None:
         self._failure = failure

@@ -17,7 +17,7 @@ class UnsupportedModelError(MegaLLMError, ValueError):
 
 
 class ModelFileError(MegaLLMError, ValueError):
-    """A model's file can't be had or read; names the file, what is wrong and the remedy. The caller's fault."""
+    """A model's file can't be had or read; names file, fault and remedy. The caller's fault."""
 
     http_status = 400
 

@@ -1,7 +1,6 @@
 """Runs checked calls on an engine and makes results of what comes back."""
 
 import contextlib
-from collections.abc import Callable
 from typing import Protocol
 
 import anyio
@@ -34,7 +33,9 @@ class Outcome(Struct):
     """Loop time of the submission."""
 
 
-async def run_to_completion(engine: Engine, requests: list[NewRequest], reader: ProgressReader | None) -> Outcome:
+async def run_to_completion(
+    engine: Engine, requests: list[NewRequest], reader: ProgressReader | None
+) -> Outcome:
     """Runs requests until each has ended. A cancel aborts them; their blocks are free by the next step.
 
     Raises: EngineBusy, EngineStoppedError, EngineDeadError.
@@ -67,5 +68,3 @@ def results_of(call: Call, outcome: Outcome, tokenizer: TokenizerAdapter) -> lis
             completion = outcome.completions[entry.request_id]
             results.append(completed_result(entry, completion, tokenizer, submitted_s=outcome.submitted_s))
     return results
-
-

@@ -2,11 +2,13 @@
 
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for_futures
+from typing import Any
 
 from megallm.core_async.engine import Engine
+from megallm.core_async.errors import EngineStoppedError
 from megallm.core_async.loop_thread import Backend, LoopThread
 
 ABORT_S = 0.9
@@ -51,7 +53,9 @@ class EngineHost:
         wait for ever.
         """
         if self._loop.is_current:
-            raise RuntimeError("called from the engine's own loop, which would wait for itself; await the async method")
+            raise RuntimeError(
+                "called from the engine's own loop, which would wait for itself; await the async method"
+            )
         future = self.submit(function, *args)
         try:
             return future.result()
@@ -61,6 +65,31 @@ class EngineHost:
             if not future.done():
                 future.cancel()
                 wait_for_futures([future], ABORT_S)
+
+    def submit_coroutine[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine object in the engine's loop; see `submit`. One that can't start is closed."""
+        try:
+            return self.submit(_awaited, coroutine)
+        except BaseException:
+            coroutine.close()
+            raise
+
+    def run_coroutine[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine object in the engine's loop and waits for it; see `call`."""
+        try:
+            return self.call(_awaited, coroutine)
+        finally:
+            coroutine.close()
+
+    def wait_for_shutdown(self) -> None:
+        """Blocks until the engine has stopped.
+
+        Raises: EngineDeadError when it failed.
+        """
+        try:
+            self.call(self._engine.wait_for_shutdown)
+        except EngineStoppedError:
+            return
 
     def close(self) -> None:
         """Stops the engine and the loop, and joins the thread; idempotent.
@@ -81,6 +110,12 @@ class EngineHost:
         return weakref.finalize(owner, _close_forgotten, self, type(owner).__name__)
 
 
+async def _awaited[T](coroutine: Coroutine[Any, Any, T]) -> T:
+    return await coroutine
+
+
 def _close_forgotten(host: EngineHost, name: str) -> None:
-    warnings.warn(f"a {name} was dropped without shutdown(); it is stopped now", ResourceWarning, stacklevel=2)
+    warnings.warn(
+        f"a {name} was dropped without shutdown(); it is stopped now", ResourceWarning, stacklevel=2
+    )
     host.close()

@@ -49,7 +49,9 @@ class Call(Struct):
 class Intake:
     """Turns a user's call into requests for one engine."""
 
-    def __init__(self, config: EngineConfig, tokenizer: TokenizerAdapter, next_id: Callable[[], RequestId]) -> None:
+    def __init__(
+        self, config: EngineConfig, tokenizer: TokenizerAdapter, next_id: Callable[[], RequestId]
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._next_id = next_id
@@ -83,7 +85,7 @@ class Intake:
             self._fill(entry, resolved_by_id[id(entry.params)], is_streamed, reports_progress)
         return Call(entries, is_single)
 
-    def _fill(self, entry: Entry, resolved: Resolved, is_streamed: bool, reports_progress: bool) -> None:  # noqa: FBT001
+    def _fill(self, entry: Entry, resolved: Resolved, is_streamed: bool, reports_progress: bool) -> None:
         """Tokenises one prompt and writes its request, or why there is none."""
         entry.token_ids = self._token_ids(entry.prompt, resolved)
         max_new = self._max_new_tokens(entry, resolved)
@@ -121,7 +123,11 @@ class Intake:
 
     def _max_new_tokens(self, entry: Entry, resolved: Resolved) -> int:
         """Gives the output budget, clamped to the context; sets the entry's error where there can be none."""
-        length, limit, vocab_size = len(entry.token_ids), self._config.max_sequence_length, self._config.vocab_size
+        length, limit, vocab_size = (
+            len(entry.token_ids),
+            self._config.max_sequence_length,
+            self._config.vocab_size,
+        )
         if not length:
             entry.error = InvalidRequestError("prompt is empty, 0 tokens; give at least 1")
         elif length > limit:
@@ -131,7 +137,9 @@ class Intake:
             )
         elif min(entry.token_ids) < 0 or max(entry.token_ids) >= vocab_size:
             bad = next(token for token in entry.token_ids if not 0 <= token < vocab_size)
-            entry.error = InvalidRequestError(f"prompt has token id {bad}; the vocabulary is 0 to {vocab_size - 1:,}")
+            entry.error = InvalidRequestError(
+                f"prompt has token id {bad}; the vocabulary is 0 to {vocab_size - 1:,}"
+            )
         elif resolved.num_total is not None and resolved.num_total < length:
             entry.error = InvalidRequestError(
                 f"prompt has {length:,} tokens, num_tokens_total is {resolved.num_total:,}; raise it or shorten the prompt"
@@ -155,7 +163,9 @@ def check_prompts(prompts: object) -> tuple[list[Prompt], bool]:
     if isinstance(prompts, str):
         return [prompts], True
     if not isinstance(prompts, list):
-        raise TypeError(f"prompts is a {type(prompts).__name__}; give str, list[int], list[str] or list[list[int]]")
+        raise TypeError(
+            f"prompts is a {type(prompts).__name__}; give str, list[int], list[str] or list[list[int]]"
+        )
     if not prompts:
         return [], False
     first = prompts[0]
@@ -197,10 +207,14 @@ def _check_tokens(tokens: Sequence[object], where: str) -> None:
 def _params_per_prompt(sampling_params: object, num_prompts: int) -> list[Any]:
     if isinstance(sampling_params, list):
         if len(sampling_params) != num_prompts:
-            raise ValueError(f"{len(sampling_params)} sampling_params came for {num_prompts} prompts; give one of each")
+            raise ValueError(
+                f"{len(sampling_params)} sampling_params came for {num_prompts} prompts; give one of each"
+            )
         return sampling_params
     if not hasattr(sampling_params, "temperature"):
-        raise TypeError(f"sampling_params is a {type(sampling_params).__name__}; give SamplingParams or a list of them")
+        raise TypeError(
+            f"sampling_params is a {type(sampling_params).__name__}; give SamplingParams or a list of them"
+        )
     return [sampling_params] * num_prompts
 
 
@@ -214,7 +228,9 @@ def check_multi_modal(multi_modal_data: object, num_prompts: int, *, is_single: 
         return
     if is_single:
         if not isinstance(multi_modal_data, dict):
-            raise TypeError(f"multi_modal_data is a {type(multi_modal_data).__name__}; one prompt takes a dict or None")
+            raise TypeError(
+                f"multi_modal_data is a {type(multi_modal_data).__name__}; one prompt takes a dict or None"
+            )
         items: list[object] = [multi_modal_data]
     else:
         if not isinstance(multi_modal_data, list):
@@ -236,9 +252,13 @@ def check_multi_modal(multi_modal_data: object, num_prompts: int, *, is_single: 
 
 def _check_modalities(item: dict[object, object]) -> None:
     if "audio" in item:
-        raise NotImplementedError("multi_modal_data has 'audio'; no audio preprocessing or model is supported")
+        raise NotImplementedError(
+            "multi_modal_data has 'audio'; no audio preprocessing or model is supported"
+        )
     if "image" in item and "video" in item:
-        raise NotImplementedError("multi_modal_data has 'image' and 'video'; one request takes one of the two")
+        raise NotImplementedError(
+            "multi_modal_data has 'image' and 'video'; one request takes one of the two"
+        )
     for modality in ("image", "video"):
         if modality in item:
             raise ValueError(

@@ -1,6 +1,8 @@
 """MegatronAsyncLLM: the engine for programs that have an event loop, trio's or asyncio's."""
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
@@ -9,16 +11,15 @@ import torch
 from anyio.abc import TaskGroup
 from megatron.core.inference.config import InferenceConfig
 
-from megallm.core_async.builder import build
-from megallm.core_async.engine import Engine
+from megallm.core_async.errors import EngineStoppedError
+from megallm.core_async.facade import LLMBase
 from megallm.core_async.generation import results_of, run_to_completion
 from megallm.core_async.host import EngineHost
-from megallm.core_async.intake import Call, one_prompt
+from megallm.core_async.intake import Call
+from megallm.core_async.kit.call_queue import CallQueue
 from megallm.core_async.kit.foreign import wait_for
 from megallm.core_async.loop_thread import Backend
-from megallm.core_async.messages import EngineStats
 from megallm.core_async.result import Result
-from megallm.core_async.sampling_params import SamplingParams
 from megallm.core_async.streaming import AsyncStream, StreamState
 
 STOP_S = 15.0
@@ -27,18 +28,18 @@ LONG_CALL = 20_000
 """Characters of prompts from which on they are tokenised off the loop."""
 
 
-class MegatronAsyncLLM:
+class MegatronAsyncLLM(LLMBase):
     """Generates with a megatron-core model, natively in the caller's event loop.
 
     `async with` runs the engine's tasks in the caller's loop. Without it the first call starts them
     on a private loop thread (`loop` says which kind), where they stay until `shutdown()`.
     """
 
-    def __init__(  # noqa: PLR0913 - the public API
+    def __init__(  # the public API
         self,
         *,
         model: torch.nn.Module,
-        tokenizer: Any,  # noqa: ANN401 - megatron's interface or Hugging Face's
+        tokenizer: Any,  # megatron's interface or Hugging Face's
         inference_config: InferenceConfig | None = None,
         use_coordinator: bool = True,
         coordinator_host: str | None = None,
@@ -51,7 +52,7 @@ class MegatronAsyncLLM:
 
         Raises: ValueError and TypeError naming argument, value and remedy; UnsupportedModelError.
         """
-        self._parts = build(
+        super().__init__(
             model=model,
             tokenizer=tokenizer,
             inference_config=inference_config,
@@ -61,19 +62,10 @@ class MegatronAsyncLLM:
             inference_wrapper_cls=inference_wrapper_cls,
             attention_backend=attention_backend,
         )
-        self._use_coordinator = use_coordinator
         self._backend: Backend = loop
         self._tasks: TaskGroup | None = None
+        self._calls: CallQueue | None = None
         self._host: EngineHost | None = None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine behind it; `engine.stats()` is readable from any thread."""
-        return self._parts.engine
-
-    def stats(self) -> EngineStats:
-        """Gives the engine's figures after its last step."""
-        return self._parts.engine.stats()
 
     async def __aenter__(self) -> Self:
         """Starts the engine in the running loop.
@@ -85,6 +77,8 @@ class MegatronAsyncLLM:
         tasks = anyio.create_task_group()
         await tasks.__aenter__()
         try:
+            self._calls = CallQueue()
+            await tasks.start(self._calls.serve)
             await tasks.start(self._parts.engine.run)
         except BaseException as error:
             await tasks.__aexit__(type(error), error, error.__traceback__)
@@ -103,7 +97,10 @@ class MegatronAsyncLLM:
         await self._tasks.__aexit__(None, None, None)
 
     async def generate(
-        self, prompts: Any, sampling_params: Any = None, multi_modal_data: Any = None  # noqa: ANN401 - checked below
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        multi_modal_data: Any = None,  # checked below
     ) -> Result | list[Result]:
         """Runs one prompt or a batch and waits for the output.
 
@@ -115,14 +112,16 @@ class MegatronAsyncLLM:
         Raises: TypeError, ValueError, NotImplementedError for the call as a whole, before anything
         runs; EngineBusy, EngineStoppedError, EngineDeadError.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
-        call = await self._prepare(prompts, params, multi_modal_data)
+        call = await self._prepare(prompts, sampling_params, multi_modal_data)
         outcome = await self._in_engine_loop(run_to_completion, self._parts.engine, call.requests, None)
         results = results_of(call, outcome, self._parts.tokenizer)
         return results[0] if call.is_single else results
 
     def stream(
-        self, prompt: Any, sampling_params: Any = None, multi_modal_data: Any = None  # noqa: ANN401 - checked below
+        self,
+        prompt: Any,
+        sampling_params: Any = None,
+        multi_modal_data: Any = None,  # checked below
     ) -> AsyncStream:
         """Gives one prompt's output as it comes: an async iterator of `Delta`.
 
@@ -133,31 +132,139 @@ class MegatronAsyncLLM:
         Raises: TypeError, ValueError, NotImplementedError and InvalidRequestError, at the call; from
         the iterator EngineBusy, EngineStoppedError, EngineDeadError.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
-        call = self._parts.intake.prepare(one_prompt(prompt), params, multi_modal_data, is_streamed=True)
+        call = self._call(prompt, sampling_params, multi_modal_data, is_streamed=True)
         return AsyncStream(StreamState(self._parts.engine, call), self._in_engine_loop)
+
+    # ---- lifecycle, in coordinator mode --------------------------------------------------------
+
+    async def pause(self, mode: str = "keep") -> None:
+        """Comes to rest after the step in flight; requests are kept, and new ones queue.
+
+        `mode`: "keep" freezes the requests, "wait" lets those in flight finish first, "abort" ends
+        them with what they have.
+        Raises: RuntimeError in direct mode; ValueError; EngineStoppedError, EngineDeadError.
+        """
+        self._require_coordinator("pause")
+        await self._in_engine_loop(self._parts.engine.pause, mode)
+
+    async def unpause(self) -> None:
+        """Goes on from a pause.
+
+        Raises: RuntimeError in direct mode; LifecycleError when suspended (resume first);
+        EngineStoppedError, EngineDeadError.
+        """
+        self._require_coordinator("unpause")
+        await self._in_engine_loop(self._parts.engine.unpause)
+
+    async def suspend(self) -> None:
+        """Pauses if need be, and gives the cache's memory back as `kv_cache_management_mode` says.
+
+        Raises: RuntimeError in direct mode; EngineStoppedError, EngineDeadError.
+        """
+        self._require_coordinator("suspend")
+        await self._in_engine_loop(self._parts.engine.suspend)
+
+    async def resume(self) -> None:
+        """Takes the cache's memory again; the engine is paused then, and `unpause()` runs it.
+
+        Raises: RuntimeError in direct mode; EngineStoppedError, EngineDeadError.
+        """
+        self._require_coordinator("resume")
+        await self._in_engine_loop(self._parts.engine.resume)
+
+    async def set_generation_epoch(self, epoch: int) -> None:
+        """Stamps results with the number of the weights that they come from, from now on.
+
+        Raises: ValueError; EngineStoppedError, EngineDeadError.
+        """
+        await self._in_engine_loop(self._parts.engine.set_generation_epoch, epoch)
+
+    @contextlib.asynccontextmanager
+    async def updating_weights(self, epoch: int) -> AsyncIterator[None]:
+        """Holds the engine suspended while the block changes the model's weights in place.
+
+        Pauses and suspends before the block; sets the epoch, resumes and unpauses after it. When
+        the block raises, the engine runs on with the epoch it had.
+        Raises: as the calls it makes.
+        """
+        await self.suspend()
+        try:
+            yield
+            await self.set_generation_epoch(epoch)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.resume()
+                await self.unpause()
 
     async def shutdown(self) -> None:
         """Stops the engine and gives the model back; pending calls end with EngineStoppedError. Idempotent."""
         if self._host is not None:
+            self._finalizer.detach()
             await anyio.to_thread.run_sync(self._host.close)
         elif self._tasks is not None:
             await self._parts.engine.shutdown()
 
-    async def _prepare(self, prompts: object, params: object, multi_modal_data: object) -> Call:
+    async def wait_for_shutdown(self) -> None:
+        """Waits until the engine has stopped, whoever stops it; in direct mode returns at once.
+
+        Raises: EngineDeadError when it failed.
+        """
+        if not self._use_coordinator:
+            return
+        try:
+            await self._in_engine_loop(self._parts.engine.wait_for_shutdown)
+        except EngineStoppedError:
+            return
+
+    # ---- the engine's loop ---------------------------------------------------------------------
+
+    def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine in the engine's loop; cancelling the future cancels it. From any thread.
+
+        Raises: RuntimeError in direct mode; EngineStoppedError, EngineDeadError.
+        """
+        self._require_coordinator("submit")
+        if self._calls is not None:
+            return self._calls.submit(_awaited, coroutine)
+        return self._started_host().submit_coroutine(coroutine)
+
+    def run_sync[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the engine's loop and waits for it, from another thread.
+
+        Raises: what it raised; RuntimeError in direct mode, and in the engine's loop itself;
+        EngineStoppedError, EngineDeadError.
+        """
+        self._require_coordinator("run_sync")
+        if self._calls is None:
+            return self._started_host().run_coroutine(coroutine)
+        if self._calls.is_current:
+            coroutine.close()
+            raise RuntimeError(
+                "run_sync() was called in the engine's own loop, which would wait for itself; await it"
+            )
+        return self._calls.submit(_awaited, coroutine).result()
+
+    async def _prepare(self, prompts: object, sampling_params: object, multi_modal_data: object) -> Call:
         """Checks and tokenises, off the loop when that takes long."""
-        prepare = self._parts.intake.prepare
         if isinstance(prompts, list | str) and _num_characters(prompts) > LONG_CALL:
-            return await anyio.to_thread.run_sync(prepare, prompts, params, multi_modal_data)
-        return prepare(prompts, params, multi_modal_data)
+            return await anyio.to_thread.run_sync(self._call, prompts, sampling_params, multi_modal_data)
+        return self._call(prompts, sampling_params, multi_modal_data)
 
     async def _in_engine_loop[*A, T](self, function: Callable[[*A], Awaitable[T]], *args: *A) -> T:
         if self._tasks is not None:
             return await function(*args)
+        return await wait_for(self._started_host().submit(function, *args))
+
+    def _started_host(self) -> EngineHost:
+        """Gives the private loop's host, which the first call starts."""
         if self._host is None:
             self._host = EngineHost(self._parts.engine, self._backend)
-            self._host.close_with(self)
-        return await wait_for(self._host.submit(function, *args))
+            self._finalizer = self._host.close_with(self)
+        return self._host
+
+
+async def _awaited[T](coroutine: Coroutine[Any, Any, T]) -> T:
+    return await coroutine
 
 
 def _num_characters(prompts: list[object] | str) -> int:

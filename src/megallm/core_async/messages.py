@@ -32,6 +32,11 @@ def unpack_ints(column: Ints) -> array[int]:
     return values
 
 
+def pack_floats(values: list[float]) -> Floats:
+    """Gives the column of float32 that holds `values`."""
+    return Floats(array("f", values).tobytes())
+
+
 def unpack_floats(column: Floats) -> array[float]:
     """Gives the numbers of a column; iterates as Python floats."""
     values = array("f")
@@ -60,7 +65,26 @@ class Sampling(Struct, frozen=True, gc=False):
     seed: int = 0
     """0 .. 2**63 - 1. With the position of the token it fixes the random number that is drawn."""
     wants_log_probs: bool = False
-    """Ask for the log-probability of each chosen token, under the raw logits."""
+    """Ask for the log-probability of each chosen token."""
+    num_top: int = 0
+    """With `wants_log_probs`: how many of the likeliest tokens to report beside the chosen one."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token generated before; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit once for each time the token was generated; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens of prompt and output; 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    grammar: str = ""
+    """What the output has to match, as llguidance's grammar in JSON; empty is anything."""
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the next token depends on the earlier ones other than through the model."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.grammar
+        )
 
 
 class NewRequest(Struct, frozen=True, gc=False):
@@ -69,11 +93,15 @@ class NewRequest(Struct, frozen=True, gc=False):
     request_id: RequestId
     prompt: Ints
     max_new_tokens: int
-    """At least 1; prompt and output together fit max_sequence_length."""
+    """Prompt and output together fit max_sequence_length; 0 only where `scores_prompt`."""
     stop_token_ids: tuple[int, ...]
     """Ids that end the request; the id itself is kept as the last generated token."""
     sampling: Sampling
     text: "TextSpec"
+    min_new_tokens: int = 0
+    """Stop ids are not sampled before so many tokens."""
+    scores_prompt: bool = False
+    """Report the log-probability of each prompt token after the first, and its likeliest rivals."""
 
 
 class TextSpec(Struct, frozen=True, gc=False):
@@ -87,8 +115,9 @@ class TextSpec(Struct, frozen=True, gc=False):
     """`Delta`s as tokens come, instead of one `Completion` at the end."""
     reports_progress: bool = False
     """`Progress` after each step, beside the completions."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Trailing ids of this set are left out of the text unless `keep_stop`."""
+    wants_log_probs: bool = False
+    num_top: int = 0
+    """How many of the likeliest tokens to report at each place."""
 
 
 # ---- to the scheduler --------------------------------------------------------------------------
@@ -127,6 +156,48 @@ class FinishAll(Ask["TokenBatch"], frozen=True):
     """
 
     finish_reason: str
+
+
+class HoldNew(Ask[None], frozen=True):
+    """Keep requests that come from now on aside, until `AdmitHeld`; those here already run to their end."""
+
+
+class AdmitHeld(Ask[None], frozen=True):
+    """Queue the requests that were kept aside, and those that come."""
+
+
+class SetEpoch(Ask[None], frozen=True):
+    """Stamp what is generated from now on with the number of the weights it comes from."""
+
+    epoch: int
+
+
+# ---- to the lifecycle --------------------------------------------------------------------------
+
+
+class Pause(Ask[None], frozen=True):
+    """Come to rest; see plan/phases.py for the modes. Replies once no step is in flight."""
+
+    mode: str = "keep"
+
+
+class Unpause(Ask[None], frozen=True):
+    """Go on."""
+
+
+class Suspend(Ask[None], frozen=True):
+    """Come to rest and give the cache's memory back, as the KV mode says."""
+
+
+class Resume(Ask[None], frozen=True):
+    """Take the cache's memory again; the engine is paused then."""
+
+
+class PumpRested(Struct, frozen=True, gc=False):
+    """The pump found nothing to plan and left no step in flight."""
+
+    order: int
+    """The gate's order that it went by: one given later it has not seen."""
 
 
 # ---- to the allocator --------------------------------------------------------------------------
@@ -190,6 +261,13 @@ class RowSetup(Struct, frozen=True, gc=False):
 
     row: Row
     sampling: Sampling
+    num_prompt: int = 0
+    """Tokens of the prompt; what follows them in the row's tokens was generated."""
+    known: Ints = Ints(b"")
+    """Prompt and output so far, where `sampling.needs_history`; else empty."""
+    masked_ids: tuple[int, ...] = ()
+    """Ids that are not sampled at positions below `masked_until`."""
+    masked_until: int = 0
 
 
 class StepPlan(Struct, frozen=True, gc=False):
@@ -217,6 +295,21 @@ class StepPlan(Struct, frozen=True, gc=False):
     changed_starts: Ints
     changed_counts: Ints
     blocks: Ints
+    scored: bytes = b""
+    """One byte a row: 1 where the log-probs of the tokens after each computed one are wanted. Empty: nowhere."""
+    targets: Ints = Ints(b"")
+    """For each scored row `lengths[i]` ids: the token that follows each computed one, or -1 where
+    its log-prob is not wanted."""
+
+
+class TopLogProbs(Struct, frozen=True, gc=False):
+    """The likeliest tokens at some places: rows of `num_top` ids and log-probs, the likeliest first."""
+
+    num_top: int
+    ids: Ints
+    """`[places * num_top]`."""
+    log_probs: Floats
+    """float32, the same places; from the tensor that the chosen tokens' log-probs come from."""
 
 
 class StepResult(Struct, frozen=True, gc=False):
@@ -225,7 +318,13 @@ class StepResult(Struct, frozen=True, gc=False):
     step: int
     tokens: Ints
     log_probs: Floats = Floats(b"")
-    """Log-probability of each token, where the plan asked for them; else empty."""
+    """Log-probability of each token, float32, once any row asks; else empty."""
+    top: TopLogProbs | None = None
+    """One place for each sampling row, once any row asks; `num_top` is the most that any asks."""
+    scores: Floats = Floats(b"")
+    """Log-probability of each of the plan's targets, those of -1 left out."""
+    score_top: TopLogProbs | None = None
+    """The same places."""
     prepare_s: float = 0.0
     """Host seconds spent building the step's tensors."""
     forward_s: float = 0.0
@@ -242,6 +341,20 @@ class CollectStep(Ask[StepResult], frozen=True):
     """Wait for the oldest step launched and give its result."""
 
 
+class ReleaseCache(Ask[None], frozen=True):
+    """Give the cache's device memory back."""
+
+    keep_contents: bool
+    """Move the contents to host memory; else they are lost."""
+
+
+class RestoreCache(Ask[None], frozen=True):
+    """Take the cache's device memory again, with the contents that were kept."""
+
+
+type WorkerMessage = LaunchStep | CollectStep | ReleaseCache | RestoreCache
+
+
 # ---- out of the step ---------------------------------------------------------------------------
 
 
@@ -254,6 +367,18 @@ class Finished(Struct, frozen=True, gc=False):
     stop_reason: int | str | None = None
     """The token id or the stop word that ended it."""
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    policy_epoch: tuple[tuple[int, int], ...] | None = None
+    """(place in the tokens from which on it holds, number of the weights); None before the first SetEpoch."""
+    kv_cache_epoch: tuple[tuple[int, int], ...] | None = None
+
+
+class ScoredChunk(Struct, frozen=True, gc=False):
+    """Log-probs of the next tokens of one request's prompt."""
+
+    request_id: RequestId
+    log_probs: Floats
+    top: TopLogProbs | None
 
 
 class TokenBatch(Struct, frozen=True, gc=False):
@@ -267,6 +392,9 @@ class TokenBatch(Struct, frozen=True, gc=False):
     finished: list[Finished]
     time_s: float
     """Loop time at which the step's result arrived."""
+    top: TopLogProbs | None = None
+    """One place for each of `tokens`."""
+    scored: list[ScoredChunk] = []
 
 
 class Planned(Struct, frozen=True, gc=False):
@@ -290,6 +418,8 @@ class EngineStats(Struct, frozen=True, gc=False):
     prefix_hit_rate: float = 0.0
     preemptions: int = 0
     """Since the start."""
+    prefill_tokens: int = 0
+    """Tokens computed other than one by one, since the start."""
 
 
 class Delta(Struct, frozen=True, gc=False):
@@ -316,10 +446,19 @@ class Completion(Struct, frozen=True, gc=False):
     request_id: RequestId
     text: str
     token_ids: list[int]
-    log_probs: list[float]
     finish_reason: str
     stop_reason: int | str | None
     num_cached_tokens: int
     first_token_s: float | None
     """Loop time of the first token."""
     last_token_s: float | None
+    log_probs: list[float] | None = None
+    """One a token, where the request asked."""
+    top: list[list[tuple[int, float]]] | None = None
+    """(token id, log-prob) of the likeliest tokens at each, the likeliest first."""
+    prompt_log_probs: list[float] | None = None
+    """One for each prompt token after the first."""
+    prompt_top: list[list[tuple[int, float]]] | None = None
+    num_preemptions: int = 0
+    policy_epoch: tuple[tuple[int, int], ...] | None = None
+    kv_cache_epoch: tuple[tuple[int, int], ...] | None = None

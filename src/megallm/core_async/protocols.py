@@ -34,6 +34,14 @@ class Runner(Protocol):
         """Queues one step; returns before it has run where the device allows."""
         ...
 
+    def release_cache(self, *, keep_contents: bool) -> None:
+        """Gives the cache's device memory back, its contents to host memory or nowhere."""
+        ...
+
+    def restore_cache(self) -> None:
+        """Takes the cache's device memory again, with the contents that were kept."""
+        ...
+
     def close(self) -> None:
         """Gives the user's model back as it was and frees the cache; may be called twice."""
         ...
@@ -68,4 +76,12 @@ class Link(Protocol):
 
     async def collect(self) -> StepResult:
         """Waits for the oldest plan in flight."""
+        ...
+
+    async def release_cache(self, *, keep_contents: bool) -> None:
+        """Makes every rank give its cache's device memory back; no plan may be in flight."""
+        ...
+
+    async def restore_cache(self) -> None:
+        """Makes every rank take its cache's device memory again."""
         ...

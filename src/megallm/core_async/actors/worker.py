@@ -4,11 +4,11 @@ from collections import deque
 from typing import ClassVar, assert_never
 
 from megallm.core_async.kit.thread_actor import ThreadActor
-from megallm.core_async.messages import CollectStep, LaunchStep
+from megallm.core_async.messages import CollectStep, LaunchStep, ReleaseCache, RestoreCache, WorkerMessage
 from megallm.core_async.protocols import PendingStep, Runner
 
 
-class Worker(ThreadActor[LaunchStep | CollectStep]):
+class Worker(ThreadActor[WorkerMessage]):
     """Owns the runner; every call of the runner is made on this actor's thread."""
 
     name: ClassVar[str] = "worker"
@@ -24,7 +24,7 @@ class Worker(ThreadActor[LaunchStep | CollectStep]):
         """Binds the model and allocates the cache."""
         self._runner.start()
 
-    def handle(self, message: LaunchStep | CollectStep) -> object:
+    def handle(self, message: WorkerMessage) -> object:
         """See the messages."""
         match message:
             case LaunchStep(plan):
@@ -32,6 +32,12 @@ class Worker(ThreadActor[LaunchStep | CollectStep]):
                 return None
             case CollectStep():
                 return self._pending.popleft().result()
+            case ReleaseCache(keep_contents):
+                self._runner.release_cache(keep_contents=keep_contents)
+                return None
+            case RestoreCache():
+                self._runner.restore_cache()
+                return None
             case _:
                 assert_never(message)
 

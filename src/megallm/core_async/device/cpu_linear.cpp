@@ -1,9 +1,10 @@
 // Products of rows: y[m, n] = sum over k of x[m, k] * w[n, k], both operands read as they lie in memory.
 //
-// Part of cpu_kernels.cpp. Each output keeps one vector of partial sums (lane j adds up k = j, j + lanes, ..)
-// and adds its lanes up at the end, so it is the same to the last bit however many rows are computed
-// together, in which tile and on how many threads. Nothing is packed: weights are streamed once, and the
-// next rows are fetched ahead, since the hardware's own prefetching reaches half of the memory's speed here.
+// Part of cpu_kernels.cpp. An output adds up k in blocks of kBlock; in a block, lane j of one vector adds up
+// k = j, j + lanes, .. and then the lanes are added. So it is the same to the last bit however many rows are
+// computed together, in which tile and on how many threads. Nothing is packed: weights are streamed once,
+// and the next rows are fetched ahead, since the hardware's own prefetching reaches half of the memory's
+// speed here.
 
 #pragma once
 
@@ -15,6 +16,7 @@
 
 namespace {
 
+constexpr int64_t kBlock = 768;  // four rows of each operand stay in a first-level cache of 32 KiB
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kTileRows = 4;  // 16 sums and 8 operands in 32 registers
 #else
@@ -22,7 +24,7 @@ constexpr int kTileRows = 2;  // 8 sums and 6 operands in 16 registers
 #endif
 constexpr int kTileColumns = 4;
 
-// `count` rows, `stride` floats apart.
+// Rows that lie `stride` floats apart.
 struct Rows {
   const float* first;
   int64_t stride;
@@ -30,23 +32,32 @@ struct Rows {
   Rows from(int64_t row) const { return {(*this)[row], stride}; }
 };
 
+// Where the sums of a tile go: replacing what is there, or added to it.
+struct Output {
+  float* first;
+  int64_t stride;
+  bool adds;
+  Output from(int64_t row) const { return {first + row * stride, stride, adds}; }
+};
+
 template <int M, int N, int First = 0>
-inline void store_sums(const Vector* sums, float* y, int64_t y_stride) {
+inline void store_sums(const Vector* sums, Output y) {
   constexpr int left = M * N - First;
   constexpr int count = left >= kLanes ? kLanes : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
   float lanes[kLanes];
   store(lanes, lane_sums<count>(sums + First));
   UNROLL for (int i = 0; i < count; i++) {
-    y[(First + i) / N * y_stride + (First + i) % N] = lanes[i * (kLanes / count)];
+    float& out = y.first[(First + i) / N * y.stride + (First + i) % N];
+    out = (y.adds ? out : 0.0f) + lanes[i * (kLanes / count)];
   }
-  if constexpr (left > count) store_sums<M, N, First + count>(sums, y, y_stride);
+  if constexpr (left > count) store_sums<M, N, First + count>(sums, y);
 }
 
-// One tile of outputs; `w[n]` is the n-th row of the other operand. Each step along k also fetches `Fetch`
-// cache lines of what is wanted next, from `next` on.
-template <int M, int N, int Fetch, typename RowsOfW>
-inline void product_tile(Rows x, const RowsOfW& w, int64_t k_size, const float* next, float* y,
-                         int64_t y_stride) {
+// One tile of outputs; `w[n]` is the n-th row of the other operand. On its way along k it also fetches
+// `Fetch` rows from `next` on, and as many N rows further on, so that each is asked for twice: one request
+// alone is often dropped. `Reuse` says that another tile of the same columns follows.
+template <int M, int N, int Fetch, bool Reuse, typename RowsOfW>
+inline void product_tile(Rows x, const RowsOfW& w, int64_t k_size, Rows next, Output y) {
   Vector sums[M * N];
   UNROLL for (int i = 0; i < M * N; i++) sums[i] = Vector{};
   const float* w_rows[N];
@@ -55,7 +66,7 @@ inline void product_tile(Rows x, const RowsOfW& w, int64_t k_size, const float* 
     Vector w_part[N];
     UNROLL for (int n = 0; n < N; n++) {
       w_part[n] = load_at(w_rows[n]);
-      keep_in_register(w_part[n]);
+      if (Reuse) keep_in_register(w_part[n]);  // else memory is the limit, and the core runs ahead better so
     }
     UNROLL for (int m = 0; m < M; m++) {
       Vector x_part = load_at(x[m]);
@@ -65,32 +76,32 @@ inline void product_tile(Rows x, const RowsOfW& w, int64_t k_size, const float* 
   };
   int64_t k = 0;
   for (; k + kLanes <= k_size; k += kLanes) {
-    UNROLL for (int line = 0; line < Fetch; line++) __builtin_prefetch(next + k * Fetch + line * kLanes, 0, 2);
+    UNROLL for (int row = 0; row < Fetch; row++) {
+      __builtin_prefetch(next[row] + k, 0, 2);
+      __builtin_prefetch(next[row + N] + k, 0, 2);
+    }
     add([k](const float* row) { return load(row + k); });
   }
   if (k < k_size) add([k, k_size](const float* row) { return load_part(row + k, k_size - k); });
-  store_sums<M, N>(sums, y, y_stride);
+  store_sums<M, N>(sums, y);
 }
 
-// `N` columns of outputs for any number of rows. The tiles share in fetching the `next` N rows of `w`, if
-// these are wanted: fetched all by the first tile, they would keep it waiting.
-template <int N, int Fetch = 0, typename RowsOfW>
-inline void product_columns(Rows x, int64_t m_size, const RowsOfW& w, int64_t k_size, const float* next, float* y,
-                            int64_t y_stride) {
+// `N` columns of outputs for any number of rows. The tiles share in fetching the N rows from `next` on, Fetch
+// each: fetched all by the first tile, they would keep it waiting.
+template <int N, int Fetch, bool Reuse, typename RowsOfW>
+inline void product_columns(Rows x, int64_t m_size, const RowsOfW& w, int64_t k_size, Rows next, Output y) {
   int64_t m = 0;
-  for (int fetched = 0; m + kTileRows <= m_size && fetched < N; m += kTileRows, fetched += Fetch) {
-    product_tile<kTileRows, N, Fetch>(x.from(m), w, k_size, next + fetched * k_size, y + m * y_stride, y_stride);
+  for (int fetched = 0; m + kTileRows <= m_size && fetched < N && Fetch > 0; m += kTileRows, fetched += Fetch) {
+    product_tile<kTileRows, N, Fetch, Reuse>(x.from(m), w, k_size, next.from(fetched), y.from(m));
   }
   for (; m + kTileRows <= m_size; m += kTileRows) {
-    product_tile<kTileRows, N, 0>(x.from(m), w, k_size, next, y + m * y_stride, y_stride);
+    product_tile<kTileRows, N, 0, Reuse>(x.from(m), w, k_size, next, y.from(m));
   }
-  const Rows left = x.from(m);
-  y += m * y_stride;
   constexpr int fetch = Fetch == N ? N : 0;
   switch (m_size - m) {
-    case 1: return product_tile<1, N, fetch>(left, w, k_size, next, y, y_stride);
-    case 2: return product_tile<2, N, fetch>(left, w, k_size, next, y, y_stride);
-    case 3: return product_tile<3, N, fetch>(left, w, k_size, next, y, y_stride);
+    case 1: return product_tile<1, N, fetch, Reuse>(x.from(m), w, k_size, next, y.from(m));
+    case 2: return product_tile<2, N, fetch, Reuse>(x.from(m), w, k_size, next, y.from(m));
+    case 3: return product_tile<3, N, fetch, Reuse>(x.from(m), w, k_size, next, y.from(m));
   }
 }
 
@@ -102,44 +113,46 @@ struct Linear {
   int64_t m_size, n_size, k_size;
 
   void run(int64_t threads) const {
-    const int64_t m_step = std::clamp<int64_t>(kBlockBytes / (k_size * 4), kTileRows, 256);
+    const int64_t m_step = 64;
     const int64_t n_step = std::clamp<int64_t>(n_size / (threads * 8) / 16 * 16, 16, 64);
     const int64_t m_chunks = (m_size + m_step - 1) / m_step, n_chunks = (n_size + n_step - 1) / n_step;
     parallel_for(threads, m_chunks * n_chunks, [&](int64_t chunk) {
-      const int64_t m = chunk / n_chunks * m_step, n = chunk % n_chunks * n_step;
+      const int64_t m = chunk % m_chunks * m_step, n = chunk / m_chunks * n_step;
       part(m, std::min(m + m_step, m_size), n, std::min(n + n_step, n_size));
     });
   }
 
  private:
-  static constexpr int64_t kBlockBytes = 1 << 18;  // rows of x that stay in the second-level cache
-
   // Outputs of rows [m, m_end) and columns [n, n_end).
   void part(int64_t m, int64_t m_end, int64_t n, int64_t n_end) const {
-    if (m_end - m <= 2) n = columns<8>(m, m_end, n, n_end);  // few rows need more columns under way
-    n = columns<kTileColumns>(m, m_end, n, n_end);
-    columns<1>(m, m_end, n, n_end);
+    for (int64_t row = m; row < m_end && bias != nullptr; row++) {
+      std::copy(bias + n, bias + n_end, y + row * n_size + n);
+    }
+    for (int64_t k = 0; k < k_size; k += kBlock) {
+      const bool adds = k > 0 || bias != nullptr;
+      int64_t column = n;
+      // few rows need more columns under way
+      if (m_end - m <= 2) column = columns<8>(m, m_end, column, n_end, k, adds);
+      column = columns<kTileColumns>(m, m_end, column, n_end, k, adds);
+      columns<1>(m, m_end, column, n_end, k, adds);
+    }
   }
 
   template <int N>
-  int64_t columns(int64_t m, int64_t m_end, int64_t n, int64_t n_end) const {
-    const int64_t rows = m_end - m;
+  int64_t columns(int64_t m, int64_t m_end, int64_t n, int64_t n_end, int64_t k, bool adds) const {
+    const Rows rows{x[m] + k, x.stride};
+    const int64_t m_step = m_end - m, k_step = std::min(kBlock, k_size - k);
     for (; n + N <= n_end; n += N) {
-      const Rows w{weight + n * k_size, k_size};
-      const float* const next = w[N];
-      float* const out = y + m * n_size + n;
-      if (n + 2 * N > n_end) {
-        product_columns<N, 0>(x.from(m), rows, w, k_size, next, out, n_size);
-      } else if (rows < 2 * kTileRows) {
-        product_columns<N, N>(x.from(m), rows, w, k_size, next, out, n_size);
-      } else if (rows < 4 * kTileRows) {
-        product_columns<N, (N + 1) / 2>(x.from(m), rows, w, k_size, next, out, n_size);
+      const Rows w{weight + n * k_size + k, k_size}, next = w.from(N);
+      const Output out{y + m * n_size + n, n_size, adds};
+      if (m_step <= kTileRows) {
+        product_columns<N, N, false>(rows, m_step, w, k_step, next, out);
+      } else if (m_step < 2 * kTileRows) {
+        product_columns<N, N, true>(rows, m_step, w, k_step, next, out);
+      } else if (m_step < 4 * kTileRows) {
+        product_columns<N, (N + 1) / 2, true>(rows, m_step, w, k_step, next, out);
       } else {
-        product_columns<N, 1>(x.from(m), rows, w, k_size, next, out, n_size);
-      }
-      if (bias == nullptr) continue;
-      for (int64_t row = 0; row < rows; row++) {
-        for (int column = 0; column < N; column++) out[row * n_size + column] += bias[n + column];
+        product_columns<N, 1, true>(rows, m_step, w, k_step, next, out);
       }
     }
     return n;

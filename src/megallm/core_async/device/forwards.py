@@ -16,9 +16,9 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def plain_linear(linear: MegatronModule) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Gives a parallel linear layer's forward for a group of one: the product, and the bias added or handed on.
+    """Gives a parallel linear layer's forward for a group of one.
 
-    Spares it an autograd function and collectives of one.
+    The bias is added or handed on, as the layer is made. Spares it an autograd function and collectives.
     """
 
     def forward(

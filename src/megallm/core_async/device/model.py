@@ -8,8 +8,8 @@ Knows megatron's modules; knows no plan, no request, no kernel.
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -26,10 +27,19 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import get_pg_size
 from msgspec import Struct
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megallm.core_async.device.attention import Attention, LayerShape, PagedLayer
+from megallm.core_async.device.dense_layer import LayerOps, dense_layer
 from megallm.core_async.device.forwards import plain_linear, router_gate
 from megallm.core_async.device.kv_cache import LayerCache
+from megallm.core_async.device.layer_shapes import (
+    latent_attention_shape,
+    self_attention_shape,
+    sinks_of,
+    window_of,
+)
+from megallm.core_async.device.model_options import SUPPORTED, refuse_options, unwrapped
 from megallm.core_async.device.rope import RopeTable, table_of
 from megallm.core_async.device.step_inputs import StepInputs
 from megallm.core_async.device.swaps import Swaps
@@ -37,10 +47,6 @@ from megallm.core_async.errors import UnsupportedModelError
 
 type MegatronModule = Any  # megatron's modules are untyped, and their attributes are what this file is about
 
-SUPPORTED = (
-    "supported are GPTModel and HybridModel of TransformerLayers whose attention is SelfAttention, "
-    "MLASelfAttention or none, causal, and whose MLP is dense or a mixture of experts"
-)
 _CORES = {"DotProductAttention", "TEDotProductAttention"}  # by name: the second needs Transformer Engine
 _CAUSAL = {AttnMaskType.causal, AttnMaskType.padding_causal}
 
@@ -61,6 +67,7 @@ class ModelShape(Struct, frozen=True):
 class _AttentionSite(Struct, frozen=True, eq=False):
     """An attention layer of the user's model."""
 
+    layer: MegatronModule
     attention: MegatronModule
     shape: LayerShape
 
@@ -80,8 +87,8 @@ class ModelHook:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model: MegatronModule = _unwrapped(model)
-        _refuse_options(self._model)
+        self._model: MegatronModule = unwrapped(model)
+        refuse_options(self._model)
         self._sites = list(_attention_sites(self._model))
         learned = getattr(self._model.embedding, "position_embeddings", None)
         self.shape = ModelShape(
@@ -97,14 +104,19 @@ class ModelHook:
         self._swaps = Swaps()
         self._step: _Step | None = None
 
-    def bind(self, attention: Attention, caches: Sequence[LayerCache], *, max_positions: int) -> None:
-        """Puts `attention` on the model, one cache per attention layer; undone if anything fails."""
+    def bind(
+        self, attention: Attention, caches: Sequence[LayerCache], ops: LayerOps, *, max_positions: int
+    ) -> None:
+        """Puts `attention` on the model, one cache per attention layer; undone if anything fails.
+
+        Dense layers of one rank run as one function each, on `ops`.
+        """
         assert not any(module.training for module in self._model.modules()), "the model is in training mode"
         try:
             self._bind_rotary(max_positions)
-            for site, cache in zip(self._sites, caches, strict=True):
-                self._bind_core(attention, site, cache)
             self._bind_detours()
+            for site, cache in zip(self._sites, caches, strict=True):
+                self._bind_attention(attention, site, cache, ops)
             handle = self._model.output_layer.register_forward_pre_hook(self._only_rows_with_logits)
             self._swaps.on_undo(handle.remove)
         except BaseException:
@@ -136,25 +148,27 @@ class ModelHook:
 
         self._swaps.set(module, name, swapped)
 
-    def _bind_core(self, attention: Attention, site: _AttentionSite, cache: LayerCache) -> None:
-        core: MegatronModule = site.attention.core_attention
-        layer = PagedLayer(
-            shape=site.shape, cache=cache, sinks=_sinks(core, site) if site.shape.has_sinks else None
-        )
+    def _bind_attention(
+        self, attention: Attention, site: _AttentionSite, cache: LayerCache, ops: LayerOps
+    ) -> None:
+        sinks = sinks_of(site.attention, site.shape)
+        attend = partial(attention.attend, PagedLayer(shape=site.shape, cache=cache, sinks=sinks))
 
         def forward(
             query: Tensor, key: Tensor, value: Tensor, *_unused: object, **_ignored: object
         ) -> Tensor:
-            return attention.attend(layer, query[:, 0], key[:, 0], value[:, 0])[:, None]
+            return attend(query[:, 0], key[:, 0], value[:, 0])[:, None]
 
-        self._swap(core, "forward", forward)
+        self._swap(site.attention.core_attention, "forward", forward)
+        if _is_dense(site.layer):
+            self._swap(site.layer, "forward", dense_layer(site.layer, attend, ops, site.layer.forward))
 
     def _bind_rotary(self, max_positions: int) -> None:
         """Gives every rotary module one row per token; or None, where the backend turns instead."""
         rotary = getattr(self._model, "rotary_pos_emb", None)
         if rotary is not None:
             angles, mscale = _angles(rotary, max_positions, self.shape.device)
-            if _backend_turns(self._model):
+            if _has_rope_to_turn(self._model):
                 self.rope = table_of(
                     angles[:, 0, 0],
                     factor=self._sites[0].attention._yarn_concentration_factor if self._sites else 1.0,  # noqa: SLF001 - megatron keeps it nowhere else
@@ -208,43 +222,6 @@ class ModelHook:
         return (args[0].index_select(0, self._step.inputs.logit_tokens), *args[1:])
 
 
-def _unwrapped(model: nn.Module) -> MegatronModule:
-    """Gives the model inside wrappers such as Float16Module and DistributedDataParallel."""
-    inner: MegatronModule = model
-    while not hasattr(inner, "decoder") and hasattr(inner, "module"):
-        inner = inner.module
-    if not all(hasattr(inner, part) for part in ("decoder", "config", "vocab_size")):
-        raise UnsupportedModelError(f"{type(model).__name__} has no decoder; {SUPPORTED}")
-    return inner
-
-
-def _refuse_options(model: MegatronModule) -> None:
-    config = model.config
-    has_tp = config.tensor_model_parallel_size > 1
-    refused = {
-        "a part of a pipeline": (
-            not (model.pre_process and model.post_process),
-            "build it with pipeline_model_parallel_size=1",
-        ),
-        "context_parallel_size > 1": (
-            config.context_parallel_size > 1,
-            "build it with context_parallel_size=1",
-        ),
-        "sequence_parallel": (config.sequence_parallel and has_tp, "build it with sequence_parallel=False"),
-        "multi-token prediction layers": (bool(config.mtp_num_layers), "build it with mtp_num_layers=None"),
-        "multimodal rotary positions": (model.position_embedding_type == "mrope", SUPPORTED),
-        "cache_mla_latents": (
-            getattr(config, "cache_mla_latents", False),
-            "build it with cache_mla_latents=False: keys and values are cached expanded",
-        ),
-    }
-    for option, (is_set, remedy) in refused.items():
-        if is_set:
-            raise UnsupportedModelError(
-                f"the model is or has {option}, which the engine does not run; {remedy}"
-            )
-
-
 def _attention_sites(model: MegatronModule) -> Iterator[_AttentionSite]:
     """Yields the attention layers in order; refuses the first layer that is not known."""
     for index, layer in enumerate(model.decoder.layers):
@@ -270,70 +247,27 @@ def _attention_sites(model: MegatronModule) -> Iterator[_AttentionSite]:
             raise UnsupportedModelError(
                 f"{name} attends with mask {attention.attn_mask_type.name}; {SUPPORTED}"
             )
-        yield _AttentionSite(attention=attention, shape=adapter(model, attention, name))
+        config = model.config
+        is_windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, attention.layer_number
+        )
+        window = window_of(config, name) if is_windowed else None
+        shape = adapter(config, attention, window=window, has_rope=_has_rope_to_turn(model))
+        yield _AttentionSite(layer=parts, attention=attention, shape=shape)
 
 
-def _self_attention_shape(model: MegatronModule, attention: MegatronModule, name: str) -> LayerShape:
-    config = model.config
-    no_rope = config.no_rope_freq
-    has_rope = getattr(model, "rotary_pos_emb", None) is not None and _backend_turns(model)
-    scale = config.softmax_scale
-    return LayerShape(
-        num_heads=attention.num_attention_heads_per_partition,
-        num_kv_heads=attention.num_query_groups_per_partition,
-        head_dim=attention.key_hidden_size,
-        value_head_dim=attention.val_hidden_size,
-        scale=1 / math.sqrt(attention.key_hidden_size) if scale is None else scale,
-        window=_window(config, attention.layer_number, name),
-        uses_rope=has_rope and not (no_rope and no_rope[attention.layer_number - 1]),
-        has_sinks=config.softmax_type != "vanilla",
-    )
-
-
-def _mla_shape(model: MegatronModule, attention: MegatronModule, name: str) -> LayerShape:
-    """Expanded: every head has keys and values of its own, and megatron turns them itself."""
-    return LayerShape(
-        num_heads=attention.num_attention_heads_per_partition,
-        num_kv_heads=attention.num_attention_heads_per_partition,
-        head_dim=attention.q_head_dim,
-        value_head_dim=model.config.v_head_dim,
-        scale=attention.softmax_scale,
-        window=_window(model.config, attention.layer_number, name),
-        uses_rope=False,
-        has_sinks=model.config.softmax_type != "vanilla",
-    )
-
-
-_ADAPTERS: dict[type, Callable[[MegatronModule, MegatronModule, str], LayerShape]] = {
-    MLASelfAttention: _mla_shape,
-    SelfAttention: _self_attention_shape,
+_ADAPTERS: dict[type, Callable[..., LayerShape]] = {
+    MLASelfAttention: latent_attention_shape,
+    SelfAttention: self_attention_shape,
 }
 
 
-def _window(config: MegatronModule, layer_number: int, name: str) -> int | None:
-    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-        return None
-    before, after = config.window_size
-    if after > 0:
-        raise UnsupportedModelError(f"{name} attends {after} tokens ahead (window_size); {SUPPORTED}")
-    return None if before < 0 else before
-
-
-def _sinks(core: MegatronModule, site: _AttentionSite) -> Tensor:
-    """Gives the layer's own sink logits; off-by-one softmax is a sink of zero."""
-    offset = getattr(core, "softmax_offset", None)
-    if offset is not None:
-        return offset
-    weight = next(site.attention.parameters())
-    return torch.zeros(site.shape.num_heads, dtype=weight.dtype, device=weight.device)
-
-
-def _backend_turns(model: MegatronModule) -> bool:
-    """Says whether turning may move from megatron into the attention backend.
+def _has_rope_to_turn(model: MegatronModule) -> bool:
+    """Says whether the attention backend turns in megatron's stead.
 
     Not where megatron insists on its own fused kernel, nor for a rotary module of an unknown kind.
     """
-    known = type(model.rotary_pos_emb) in (RotaryEmbedding, YarnRotaryEmbedding)
+    known = type(getattr(model, "rotary_pos_emb", None)) in (RotaryEmbedding, YarnRotaryEmbedding)
     return known and not model.config.fused_single_qkv_rope
 
 
@@ -359,6 +293,36 @@ def _angles(rotary: MegatronModule, max_positions: int, device: torch.device) ->
     return angles.to(device), mscale
 
 
+def _is_dense(layer: MegatronModule) -> bool:
+    """Says whether a layer is what `dense_layer` computes, and nothing more."""
+    config, attention, mlp = layer.config, layer.self_attention, layer.mlp
+    kinds = (
+        type(layer),
+        type(attention),
+        type(mlp),
+        type(layer.input_layernorm),
+        type(layer.pre_mlp_layernorm),
+    )
+    if kinds != (TransformerLayer, SelfAttention, MLP, nn.RMSNorm, nn.RMSNorm):
+        return False
+    norms = {type(attention.q_layernorm), type(attention.k_layernorm)}
+    is_silu_gate = config.gated_linear_unit and mlp.activation_func is functional.silu
+    is_unusual = (
+        config.fp32_residual_connection
+        or config.attention_output_gate
+        or config.use_te_activation_func
+        or config.activation_func_clamp_value is not None
+        or config.glu_linear_offset != 0
+    )
+    linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+    return (
+        norms <= {nn.RMSNorm, IdentityOp, type(None)}
+        and is_silu_gate
+        and not is_unusual
+        and all(map(_is_plain_linear, linears))
+    )
+
+
 def _is_plain_linear(module: nn.Module) -> bool:
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
         return False
@@ -367,5 +331,4 @@ def _is_plain_linear(module: nn.Module) -> bool:
         get_pg_size(linear.tp_group) == 1
         and linear.gtp_remat_size == 1
         and not linear.config.defer_embedding_wgrad_compute
-        and "forward" not in vars(linear)
     )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megallm.core_async.config import EngineConfig, ModelLimits
 from megallm.core_async.device.attention import Attention, refusals
 from megallm.core_async.device.attention_sdpa import SdpaAttention
+from megallm.core_async.device.dense_layer import TorchOps
 from megallm.core_async.device.kv_cache import CacheShape, PagedCache, bytes_per_token
 from megallm.core_async.device.memory import free_bytes
 from megallm.core_async.device.model import ModelHook, ModelShape
@@ -63,13 +64,26 @@ class TorchRunner:
         with torch.inference_mode():
             self._cache.allocate()
             self._hook.bind(
-                self._attention, self._cache.layers, max_positions=self._config.max_sequence_length
+                self._attention,
+                self._cache.layers,
+                TorchOps(),
+                max_positions=self._config.max_sequence_length,
             )
 
     def close(self) -> None:
         """Gives the user's model back as it was and frees the cache; may be called twice."""
         self._hook.unbind()
         self._cache.release(keep_contents=False)
+
+    def release_cache(self, *, keep_contents: bool) -> None:
+        """See `protocols.Runner.release_cache`."""
+        with torch.inference_mode():
+            self._cache.release(keep_contents=keep_contents)
+
+    def restore_cache(self) -> None:
+        """See `protocols.Runner.restore_cache`."""
+        with torch.inference_mode():
+            self._cache.restore()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "QueuedStep":

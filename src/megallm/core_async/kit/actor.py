@@ -101,6 +101,7 @@ class Actor[M]:
         self._mailbox = Mailbox[Envelope[M]](self.capacity)
         self.address = MailboxAddress[M](self.name, self._mailbox)
         self._in_hand: Envelope[M] | None = None
+        self._deferred: set[Reply[object]] = set()
 
     async def handle(self, message: M) -> object:
         """Does what the message asks and returns the reply, if it is an ask.
@@ -108,6 +109,18 @@ class Actor[M]:
         Raises: Refusal to answer with an error; anything else kills the actor.
         """
         raise NotImplementedError
+
+    def defer(self) -> Reply[object]:
+        """Takes the reply of the ask in hand out of `handle`'s hands, to be given later.
+
+        It fails with ActorGone when the actor stops first. To be called while `handle` runs.
+        """
+        assert self._in_hand is not None, "no message is in hand"
+        message, reply = self._in_hand
+        assert reply is not None, f"{type(message).__name__} was told, not asked: nobody waits for a reply"
+        self._deferred = {deferred for deferred in self._deferred if not deferred.is_done}
+        self._deferred.add(reply)
+        return reply
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Handles messages in the order they came, until cancelled; ready once started.
@@ -138,7 +151,7 @@ class Actor[M]:
                 raise
             reply.fail(refusal.error)
         else:
-            if reply is not None:
+            if reply is not None and reply not in self._deferred:
                 reply.set(answer)
         self._in_hand = None
 
@@ -149,6 +162,6 @@ class Actor[M]:
         unanswered = [] if self._in_hand is None else [self._in_hand]
         while self._mailbox:
             unanswered.append(self._mailbox.take())
-        for _, reply in unanswered:
-            if reply is not None:
-                reply.fail(make_gone())
+        replies = [reply for _, reply in unanswered if reply is not None]
+        for reply in [*replies, *self._deferred]:
+            reply.fail(make_gone())

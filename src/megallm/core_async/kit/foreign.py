@@ -21,7 +21,10 @@ async def wait_for[T](future: Future[T]) -> T:
         await done.wait()
     finally:
         future.cancel()
-    return future.result()
+    try:
+        return future.result()
+    finally:
+        del future  # an error's traceback holds this frame: a cycle would keep both, and all they hold
 
 
 def poster() -> Callable[[Callable[[], object]], None]:

@@ -15,6 +15,8 @@ class Gate:
         self._is_needed = False
         self._opened = anyio.Event()
         self.is_allowed = False
+        self.order = 0
+        """Counts what the lifecycle has said; see `PumpRested`."""
 
     @property
     def is_open(self) -> bool:
@@ -24,11 +26,16 @@ class Gate:
     def allow(self) -> None:
         """Lets the pump plan."""
         self.is_allowed = True
-        self.need()
+        self.call()
 
     def forbid(self) -> None:
         """Makes the pump finish what is in flight and plan nothing."""
         self.is_allowed = False
+        self.call()
+
+    def call(self) -> None:
+        """Makes the pump come by and report that it rests, when it does."""
+        self.order += 1
         self.need()
 
     def need(self) -> None:

@@ -13,12 +13,12 @@ import anyio
 class Outbox[T]:
     """What one reader has yet to take, of the keys it reads."""
 
-    __slots__ = ("_error", "_is_closed", "_items", "_on_close", "_waiter", "keys")
+    __slots__ = ("_is_closed", "_items", "_make_error", "_on_close", "_waiter", "keys")
 
     def __init__(self, keys: Sequence[int], on_close: "Callable[[Outbox[T]], None]") -> None:
         self.keys = tuple(keys)
         self._items: list[T] = []
-        self._error: Exception | None = None
+        self._make_error: Callable[[], Exception] | None = None
         self._waiter: anyio.Event | None = None
         self._is_closed = False
         self._on_close = on_close
@@ -34,21 +34,22 @@ class Outbox[T]:
             self._items.append(item)
             self._wake()
 
-    def fail(self, error: Exception) -> None:
-        """Ends the outbox: once the items are taken, `take` raises `error`."""
-        if self._error is None:
-            self._error = error
+    def fail(self, make_error: Callable[[], Exception]) -> None:
+        """Ends the outbox: once the items are taken, each `take` raises an error that `make_error` gives."""
+        if self._make_error is None:
+            self._make_error = make_error
             self._wake()
 
     async def take(self) -> list[T]:
         """Waits until something is there and gives all of it, oldest first.
 
         A cancel loses nothing: the items stay for the next `take`.
-        Raises: the error that the writer failed with, once all items are taken.
+        Raises: the writer's error, once all items are taken. AssertionError when the reader has left.
         """
         while not self._items:
-            if self._error is not None:
-                raise self._error
+            if self._make_error is not None:
+                raise self._make_error()
+            assert not self._is_closed, f"the reader of {self.keys} has left, nothing more comes"
             self._waiter = anyio.Event()
             await self._waiter.wait()
         items, self._items = self._items, []
@@ -64,6 +65,7 @@ class Outbox[T]:
         if not self._is_closed:
             self._is_closed = True
             self._items.clear()
+            self._wake()
             self._on_close(self)
 
     def _wake(self) -> None:
@@ -117,8 +119,8 @@ class Outboxes[T]:
     def fail_all(self, make_error: Callable[[], Exception]) -> None:
         """Fails every open outbox, and every one opened later, each with an error of its own."""
         self._make_error = make_error
-        for outbox in {id(outbox): outbox for outbox in self._by_key.values()}.values():
-            outbox.fail(make_error())
+        for outbox in dict.fromkeys(self._by_key.values()):
+            outbox.fail(make_error)
         self._by_key.clear()
 
     def _reader_left(self, outbox: Outbox[T]) -> None:

@@ -3,7 +3,9 @@
 One-for-all because block ownership and device contents can't be rebuilt one actor at a time.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import Protocol, Self
 
 import anyio
@@ -19,8 +21,7 @@ class Startable(Protocol):
 class _Child:
     """One supervised task: the scope that stops it, and the event that says it has."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self) -> None:
         self.scope = anyio.CancelScope()
         self.has_ended = anyio.Event()
 
@@ -28,45 +29,43 @@ class _Child:
 class Supervisor:
     """An async context manager round a task group whose children share one fate.
 
-    `failure` is the first exception any child raised. Leaving the block without `stop` cancels
-    the children all at once. A failure cancels the block, and leaving it raises the failure itself,
-    not an exception group.
+    Leaving the block stops the children, last started first, each before the next. So does a cancel
+    from outside, which does not reach them on its own: cancelled all at once, one that asks another
+    would see it gone, and take that for a failure. A failure cancels the block, and leaving it
+    raises the failure itself, not an exception group.
     """
 
     def __init__(self, on_failure: Callable[[Exception], None] | None = None) -> None:
         self.failure: Exception | None = None
+        """The first exception any child raised."""
         self._on_failure = on_failure
         self._children: list[_Child] = []
+        """Those that run, in the order of their starts."""
         self._tasks: TaskGroup | None = None
+        self._block = self._run_block()
 
     async def __aenter__(self) -> Self:
-        self._tasks = anyio.create_task_group()
-        await self._tasks.__aenter__()
+        await self._block.__aenter__()
         return self
 
-    async def __aexit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> bool | None:
-        assert self._tasks is not None
-        self._tasks.cancel_scope.cancel()
-        try:
-            return await self._tasks.__aexit__(exc_type, exc, traceback)  # type: ignore[arg-type]
-        except BaseExceptionGroup as group:
-            if self.failure is None or group.split(Exception)[1] is not None:
-                raise
-            raise self.failure from self.failure.__cause__
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return await self._block.__aexit__(exc_type, exc, traceback)
 
     async def start(self, name: str, run: Startable) -> None:
-        """Starts a task and waits until it is ready.
+        """Starts a task and waits until it is ready. A cancel meanwhile reaches the task.
 
         Raises: what the task raised before it was ready.
         """
         assert self._tasks is not None
-        child = _Child(name)
-        self._children.append(child)
+        child = _Child()
 
         async def watched(*, task_status: TaskStatus[None]) -> None:
             await self._watch(child, run, task_status)
 
         await self._tasks.start(watched, name=name)
+        child.scope.shield = True
 
     async def stop(self) -> None:
         """Stops the children, last started first, each before the next; idempotent."""
@@ -74,9 +73,44 @@ class Supervisor:
             child = self._children[-1]
             child.scope.cancel()
             await child.has_ended.wait()
-            self._children.pop()
+
+    @asynccontextmanager
+    async def _run_block(self) -> AsyncGenerator[None]:
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                try:
+                    yield
+                finally:
+                    await self._stop_for_good(self._tasks)
+        except BaseExceptionGroup as group:
+            first = self._first_of(group)
+        else:
+            return
+        try:
+            raise first
+        finally:
+            del first  # its traceback holds this frame
+
+    async def _stop_for_good(self, tasks: TaskGroup) -> None:
+        try:
+            with anyio.CancelScope(shield=True):  # the task group would wait for them all the same
+                await self.stop()
+        finally:  # a second, native asyncio cancel has come: no more order, but nobody stays
+            for child in self._children:
+                child.scope.cancel()
+            tasks.cancel_scope.cancel()
+
+    def _first_of(self, group: BaseExceptionGroup) -> BaseException:
+        """Gives the one error the caller sees; the group itself when it is not for us to choose."""
+        _, errors = group.split(anyio.get_cancelled_exc_class())
+        if errors is None:
+            return group
+        if self.failure is not None and errors.split(Exception)[1] is None:
+            return self.failure
+        return errors.exceptions[0] if len(errors.exceptions) == 1 else errors
 
     async def _watch(self, child: _Child, run: Startable, task_status: TaskStatus[None]) -> None:
+        self._children.append(child)
         try:
             with child.scope:
                 await run(task_status=task_status)
@@ -87,4 +121,5 @@ class Supervisor:
                     self._on_failure(error)
             raise
         finally:
+            self._children.remove(child)
             child.has_ended.set()

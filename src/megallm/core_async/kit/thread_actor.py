@@ -9,7 +9,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from queue import SimpleQueue
 from typing import ClassVar
 
@@ -55,9 +54,12 @@ class ThreadAddress[M]:
         """Gives an asker its answer. Called by the actor, in the loop."""
         self._unanswered.pop(ticket).set(value)
 
-    def mark_gone(self, make_gone: Callable[[], ActorGone]) -> None:
-        """From now on every call raises, and what was not answered fails. Called by the actor when it stops."""
+    def close(self, make_gone: Callable[[], ActorGone]) -> None:
+        """From now on every call raises an error made by `make_gone`. Called by the actor when it stops."""
         self._make_gone = make_gone
+
+    def fail_unanswered(self, make_gone: Callable[[], ActorGone]) -> None:
+        """Fails what was not answered. Called by the actor when it has stopped."""
         while self._unanswered:
             _, reply = self._unanswered.popitem()
             reply.fail(make_gone())
@@ -118,7 +120,8 @@ class ThreadActor[M]:
             finally:
                 await self._end(wakeup, thread)
         finally:
-            self.address.mark_gone(partial(gone_error, self.name, self._failure))
+            self.address.close(self._make_gone)
+            self.address.fail_unanswered(self._make_gone)
             if self._failure is not None:
                 raise self._failure
 
@@ -132,6 +135,7 @@ class ThreadActor[M]:
             await self._news(wakeup)
 
     async def _end(self, wakeup: Wakeup, thread: threading.Thread) -> None:
+        self.address.close(self._make_gone)
         self._is_stopping = True
         self._inbox.put(None)
         with anyio.move_on_after(self.stop_deadline_s, shield=True):
@@ -142,7 +146,8 @@ class ThreadActor[M]:
             thread.join()  # it may still be inside its last wake(), which needs the descriptor
             wakeup.close()
         else:
-            log.warning("%s: the thread is still busy after %g s and is left behind", self.name, self.stop_deadline_s)
+            late_s = self.stop_deadline_s
+            log.warning("%s: the thread is still busy after %g s and is left behind", self.name, late_s)
 
     async def _news(self, wakeup: Wakeup) -> None:
         await wakeup.wait()
@@ -151,6 +156,9 @@ class ThreadActor[M]:
     def _answer(self) -> None:
         while self._outcomes:
             self.address.answer(*self._outcomes.popleft())
+
+    def _make_gone(self) -> ActorGone:
+        return gone_error(self.name, self._failure)
 
     # ---- on the thread -------------------------------------------------------------------------
 

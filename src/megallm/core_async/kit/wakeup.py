@@ -18,11 +18,11 @@ class Wakeup(Protocol):
     """Lets one task wait until a thread wakes it."""
 
     def wake(self) -> None:
-        """Wakes the waiting task, or the next `wait`; callable from any thread, a no-op once the loop is gone."""
+        """Ends the present `wait`, or the next. For any thread; a no-op once the loop is gone."""
         ...
 
     async def wait(self) -> None:
-        """Waits until woken since the last `wait`, by one thread or many. A cancel leaves the wake-up there."""
+        """Waits until woken since the last `wait`, however often. A cancel leaves the wake-up there."""
         ...
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class _CallSoonWakeup:
 
     def wake(self) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._set)
+            self._loop.call_soon_threadsafe(self._on_wake)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
@@ -55,7 +55,7 @@ class _CallSoonWakeup:
     def close(self) -> None:
         return
 
-    def _set(self) -> None:
+    def _on_wake(self) -> None:
         self._woken.set()
 
 

@@ -59,8 +59,9 @@ def choose(running: Iterable[Request], waiting: deque[Request], limits: Limits) 
         if budget <= 0:
             break
         length = min(request.num_missing, budget)
-        chunks.append((request, length))
-        budget -= length
+        if length:
+            chunks.append((request, length))
+            budget -= length
     admissions: list[tuple[Request, int]] = []
     for request in waiting:
         if budget <= 0 or num_running + len(admissions) >= limits.max_requests or request.num_unknown:

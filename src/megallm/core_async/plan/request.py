@@ -7,7 +7,7 @@ well; their ids are on the device and not in `tokens` yet.
 
 from array import array
 
-from megallm.core_async.messages import NewRequest, RequestId, Row, unpack_ints
+from megallm.core_async.messages import Finished, Ints, NewRequest, RequestId, Row, RowSetup, unpack_ints
 
 NO_ROW = Row(-1)
 
@@ -20,20 +20,23 @@ class Request:
         "finish_reason",
         "has_started",
         "is_decoding",
+        "kv_cache_epoch",
         "max_tokens",
         "new",
         "num_computed",
         "num_preemptions",
         "num_prompt",
+        "num_scored",
         "num_tokens",
         "order",
+        "policy_epoch",
         "request_id",
         "row",
         "stop_ids",
         "tokens",
     )
 
-    def __init__(self, new: NewRequest) -> None:
+    def __init__(self, new: NewRequest, epoch: int | None = None) -> None:
         self.new = new
         self.request_id: RequestId = new.request_id
         self.tokens: array[int] = unpack_ints(new.prompt)
@@ -50,12 +53,18 @@ class Request:
         """Tokens whose keys and values are cached once the plans in flight have run."""
         self.capacity = 0
         """Tokens that the blocks of its row hold."""
+        self.num_scored = 1 if new.scores_prompt else self.num_prompt
+        """Tokens of the prompt whose log-probs were reported or are not wanted, the first among them."""
         self.is_decoding = False
         """Whether its row has sampled, so that its next input is on the device."""
         self.has_started = False
         """Whether a token of it was reported."""
         self.finish_reason: str | None = None
         self.num_preemptions = 0
+        self.policy_epoch = _from_start(epoch)
+        """(place in the tokens from which on it holds, number of the weights) of its tokens."""
+        self.kv_cache_epoch = _from_start(epoch)
+        """The same of its keys and values."""
 
     @property
     def num_missing(self) -> int:
@@ -67,10 +76,48 @@ class Request:
         """Tokens sampled by plans in flight, whose ids are not known yet."""
         return self.num_tokens - len(self.tokens)
 
-    def take_row(self, row: Row, order: int) -> None:
+    def setup(self) -> RowSetup:
+        """Gives what the ranks have to know of it at its row."""
+        sampling = self.new.sampling
+        min_new = self.new.min_new_tokens
+        return RowSetup(
+            row=self.row,
+            sampling=sampling,
+            num_prompt=self.num_prompt,
+            known=Ints(self.tokens.tobytes()) if sampling.needs_history else Ints(b""),
+            masked_ids=self.new.stop_token_ids if min_new else (),
+            masked_until=self.num_prompt + min_new,
+        )
+
+    def targets(self, start: int, length: int) -> array[int]:
+        """Gives, for each of `length` tokens from `start` on, the next prompt token if its log-prob is still wanted, else -1."""
+        first, end = max(start + 1, self.num_scored), min(start + length + 1, self.num_prompt)
+        wanted = self.tokens[first:end] if first < end else array("i")
+        before = min(first - start - 1, length) if wanted else length
+        return array("i", [-1]) * before + wanted + array("i", [-1]) * (length - before - len(wanted))
+
+    def take_row(self, row: Row, order: int, epoch: int | None) -> None:
         """Begins to run at a row of the batch, with nothing computed."""
         self.row = row
         self.order = order
+        self.kv_cache_epoch = _from_start(epoch)
+
+    def mark_epoch(self, epoch: int) -> None:
+        """Notes that the weights have changed: what is sampled next is of the new ones."""
+        mark = (self.num_tokens - 1, epoch)
+        self.policy_epoch = [*self.policy_epoch, mark] if self.policy_epoch else [(0, epoch)]
+        self.kv_cache_epoch = [*self.kv_cache_epoch, mark] if self.kv_cache_epoch else [(0, epoch)]
+
+    def finished(self, reason: str, stop_reason: int | str | None) -> Finished:
+        """Gives the message that it ended."""
+        return Finished(
+            request_id=self.request_id,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_preemptions=self.num_preemptions,
+            policy_epoch=tuple(self.policy_epoch) or None,
+            kv_cache_epoch=tuple(self.kv_cache_epoch) or None,
+        )
 
     def leave_row(self) -> None:
         """Stops running: blocks and device state are gone, all tokens must be computed again."""
@@ -78,3 +125,7 @@ class Request:
         self.num_computed = 0
         self.capacity = 0
         self.is_decoding = False
+
+
+def _from_start(epoch: int | None) -> list[tuple[int, int]]:
+    return [] if epoch is None else [(0, epoch)]

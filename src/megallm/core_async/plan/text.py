@@ -66,6 +66,16 @@ class TextStream:
         """
         return self._num_tokens if self._num_kept is None else self._num_kept
 
+    @property
+    def num_safe_tokens(self) -> int:
+        """How many of the tokens so far no later stop word can take away; at most `num_kept_tokens`.
+
+        With stop words, the fewest first tokens whose text begins with what is shown.
+        """
+        if self._stop_words is None or self._is_finished or self.stop is not None:
+            return self.num_kept_tokens
+        return self._count_shown()
+
     def append(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; gives the text that no later token can change or cut off.
 
@@ -119,7 +129,7 @@ class TextStream:
         cut = len(self._open) + end - (0 if self._keep_stop else len(self.stop))
         shown = self._show(text[:cut])
         self._open = ""
-        self._num_kept = self._count_kept()
+        self._num_kept = self._count_shown()
         return shown
 
     def _show(self, text: str) -> str:
@@ -134,18 +144,18 @@ class TextStream:
         while marks and marks[0][1] < self._num_shown:
             marks.popleft()
 
-    def _count_kept(self) -> int:
+    def _count_shown(self) -> int:
         num_shown = self._num_shown
         if not num_shown:
             return 0
-        kept = self.text
-        num_kept = self._num_tokens - len(self._marks)
+        count = self._num_tokens - len(self._marks)
         for num_certain, num_all in self._marks:
-            num_kept += 1
-            num_broken = num_shown - num_certain
-            if num_broken <= 0 or (num_all >= num_shown and kept.endswith(REPLACEMENT * num_broken)):
+            count += 1
+            if num_certain >= num_shown:
                 break
-        return num_kept
+            if num_all >= num_shown and self.text.endswith(REPLACEMENT * (num_shown - num_certain)):
+                break
+        return count
 
 
 class _Window:

@@ -1,0 +1,113 @@
+"""A dense transformer layer as one function over packed tokens: seven products and norms, and attention.
+
+The maths of megatron's layer in the same order, without the three dozen modules and context managers that
+it passes through, which cost more than the products of a small model. Takes the layer's modules as they
+are, by attribute, and their parameters at each call; imports no megatron.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+type MegatronModule = Any  # megatron's modules are untyped, and their attributes are what this file reads
+type Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class LayerOps(Protocol):
+    """The arithmetic of a layer on one kind of device; rows are tokens, `[tokens, width]`."""
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Gives `rows @ weight.T + bias`."""
+        ...
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Gives each row over its root mean square, times `weight`; works over the last dimension."""
+        ...
+
+    def add_rms_norm(
+        self, rows: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        """Gives `rows + residual` and its norm; may overwrite `rows`, not `residual`."""
+        ...
+
+    def silu_gate(self, rows: Tensor) -> Tensor:
+        """Gives SiLU of the first half of each row, times the second half."""
+        ...
+
+
+class TorchOps:
+    """The same by torch's own functions, on any device."""
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Gives `rows @ weight.T + bias`."""
+        return functional.linear(rows, weight, bias)
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Gives each row over its root mean square, times `weight`."""
+        return torch.rms_norm(rows, weight.shape, weight, epsilon)
+
+    def add_rms_norm(
+        self, rows: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        """Gives `rows + residual`, in the place of `rows`, and its norm."""
+        rows.add_(residual)
+        return rows, torch.rms_norm(rows, weight.shape, weight, epsilon)
+
+    def silu_gate(self, rows: Tensor) -> Tensor:
+        """Gives SiLU of the first half of each row, times the second half."""
+        gate, up = rows.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+
+def dense_layer(
+    layer: MegatronModule, attend: Attend, ops: LayerOps, megatrons: Callable[..., object]
+) -> Callable[..., object]:
+    """Gives a layer's forward over `[tokens, 1, hidden]`, as a step needs it.
+
+    `megatrons` is the layer's own forward: it runs where somebody hooked a module inside the layer.
+    """
+    attention, mlp = layer.self_attention, layer.mlp
+    hooks: list[object] = [
+        vars(module)[kind]
+        for module in layer.modules()
+        if module is not layer
+        for kind in ("_forward_hooks", "_forward_pre_hooks")
+    ]
+    num_groups: int = attention.num_query_groups_per_partition
+    head_dim: int = attention.hidden_size_per_attention_head
+    query_norm, key_norm = _norm_or_none(attention.q_layernorm), _norm_or_none(attention.k_layernorm)
+
+    def forward(hidden_states: Tensor, **others: object) -> object:
+        if any(hooks):
+            return megatrons(hidden_states=hidden_states, **others)
+        hidden = hidden_states[:, 0]
+        normed = _norm(ops, layer.input_layernorm, hidden)
+        # one group's query heads, then its key and its value: `[tokens, groups, heads + 2, head_dim]`
+        mixed = _linear(ops, attention.linear_qkv, normed).view(len(hidden), num_groups, -1, head_dim)
+        query, key, value = mixed[:, :, :-2].flatten(1, 2), mixed[:, :, -2], mixed[:, :, -1]
+        if query_norm is not None:
+            query = _norm(ops, query_norm, query)
+        if key_norm is not None:
+            key = _norm(ops, key_norm, key)
+        attended = _linear(ops, attention.linear_proj, attend(query, key, value))
+        norm = layer.pre_mlp_layernorm
+        hidden, normed = ops.add_rms_norm(attended, hidden, norm.weight, norm.eps)
+        gated = ops.silu_gate(_linear(ops, mlp.linear_fc1, normed))
+        return _linear(ops, mlp.linear_fc2, gated).add_(hidden)[:, None], None
+
+    return forward
+
+
+def _norm_or_none(norm: MegatronModule) -> nn.RMSNorm | None:
+    return norm if isinstance(norm, nn.RMSNorm) else None
+
+
+def _norm(ops: LayerOps, norm: MegatronModule, rows: Tensor) -> Tensor:
+    return ops.rms_norm(rows, norm.weight, norm.eps)
+
+
+def _linear(ops: LayerOps, linear: MegatronModule, rows: Tensor) -> Tensor:
+    return ops.linear(rows, linear.weight, linear.bias)

@@ -1,0 +1,70 @@
+"""What an attention layer of megatron's is, in the engine's terms.
+
+Reads the layer and its config by attribute; imports no megatron.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megallm.core_async.device.attention import LayerShape
+from megallm.core_async.device.model_options import SUPPORTED
+from megallm.core_async.errors import UnsupportedModelError
+
+type MegatronModule = Any  # megatron's modules are untyped, and their attributes are what this file reads
+
+
+def self_attention_shape(
+    config: MegatronModule, attention: MegatronModule, *, window: int | None, has_rope: bool
+) -> LayerShape:
+    """Gives the shape of a SelfAttention; `has_rope`: queries and keys arrive not yet turned."""
+    no_rope = config.no_rope_freq
+    scale = config.softmax_scale
+    return LayerShape(
+        num_heads=attention.num_attention_heads_per_partition,
+        num_kv_heads=attention.num_query_groups_per_partition,
+        head_dim=attention.key_hidden_size,
+        value_head_dim=attention.val_hidden_size,
+        scale=1 / math.sqrt(attention.key_hidden_size) if scale is None else scale,
+        window=window,
+        uses_rope=has_rope and not (no_rope and no_rope[attention.layer_number - 1]),
+        has_sinks=config.softmax_type != "vanilla",
+    )
+
+
+def latent_attention_shape(
+    config: MegatronModule, attention: MegatronModule, *, window: int | None, has_rope: bool
+) -> LayerShape:
+    """Gives the shape of an MLASelfAttention: keys and values are cached expanded, turned by megatron."""
+    del has_rope
+    return LayerShape(
+        num_heads=attention.num_attention_heads_per_partition,
+        num_kv_heads=attention.num_attention_heads_per_partition,
+        head_dim=attention.q_head_dim,
+        value_head_dim=config.v_head_dim,
+        scale=attention.softmax_scale,
+        window=window,
+        uses_rope=False,
+        has_sinks=config.softmax_type != "vanilla",
+    )
+
+
+def window_of(config: MegatronModule, name: str) -> int | None:
+    """Gives how many tokens back a layer with a window sees; refuses windows that reach ahead."""
+    before, after = config.window_size
+    if after > 0:
+        raise UnsupportedModelError(f"{name} attends {after} tokens ahead (window_size); {SUPPORTED}")
+    return None if before < 0 else before
+
+
+def sinks_of(attention: MegatronModule, shape: LayerShape) -> Tensor | None:
+    """Gives a layer's own sink logits, `[num_heads]`; the off-by-one softmax is a sink of zero."""
+    if not shape.has_sinks:
+        return None
+    offset = getattr(attention.core_attention, "softmax_offset", None)
+    if offset is not None:
+        return offset
+    weight = next(attention.parameters())
+    return torch.zeros(shape.num_heads, dtype=weight.dtype, device=weight.device)

@@ -1,0 +1,55 @@
+"""Which megatron-core models are taken at all: options that the engine does not run are refused, by name.
+
+Reads the model and its config by attribute; imports no megatron.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from megallm.core_async.errors import UnsupportedModelError
+
+type MegatronModule = Any  # megatron's modules are untyped, and their attributes are what this file reads
+
+SUPPORTED = (
+    "supported are GPTModel and HybridModel of TransformerLayers whose attention is SelfAttention, "
+    "MLASelfAttention or none, causal, and whose MLP is dense or a mixture of experts"
+)
+
+
+def unwrapped(model: nn.Module) -> MegatronModule:
+    """Gives the model inside wrappers such as Float16Module and DistributedDataParallel."""
+    inner: MegatronModule = model
+    while not hasattr(inner, "decoder") and hasattr(inner, "module"):
+        inner = inner.module
+    if not all(hasattr(inner, part) for part in ("decoder", "config", "vocab_size")):
+        raise UnsupportedModelError(f"{type(model).__name__} has no decoder; {SUPPORTED}")
+    return inner
+
+
+def refuse_options(model: MegatronModule) -> None:
+    """Raises UnsupportedModelError, naming the first option that is not run, and the remedy."""
+    config = model.config
+    has_tp = config.tensor_model_parallel_size > 1
+    refused = {
+        "a part of a pipeline": (
+            not (model.pre_process and model.post_process),
+            "build it with pipeline_model_parallel_size=1",
+        ),
+        "context_parallel_size > 1": (
+            config.context_parallel_size > 1,
+            "build it with context_parallel_size=1",
+        ),
+        "sequence_parallel": (config.sequence_parallel and has_tp, "build it with sequence_parallel=False"),
+        "multi-token prediction layers": (bool(config.mtp_num_layers), "build it with mtp_num_layers=None"),
+        "multimodal rotary positions": (model.position_embedding_type == "mrope", SUPPORTED),
+        "cache_mla_latents": (
+            getattr(config, "cache_mla_latents", False),
+            "build it with cache_mla_latents=False: keys and values are cached expanded",
+        ),
+    }
+    for option, (is_set, remedy) in refused.items():
+        if is_set:
+            raise UnsupportedModelError(
+                f"the model is or has {option}, which the engine does not run; {remedy}"
+            )

@@ -1,0 +1,150 @@
+"""What MegatronLLM and MegatronAsyncLLM have in common: construction, properties, the mode's rules."""
+
+from typing import Any
+
+import torch
+from megatron.core.inference.config import InferenceConfig
+from torch import distributed
+
+from megallm.core_async.builder import build
+from megallm.core_async.config import EngineConfig
+from megallm.core_async.engine import Engine
+from megallm.core_async.intake import Call, one_prompt
+from megallm.core_async.sampling_params import SamplingParams
+from megallm.core_async.tokenizers import TokenizerAdapter
+
+
+class LLMBase:
+    """The parts of one engine and the rules of its mode; starts nothing."""
+
+    def __init__(  # the public API
+        self,
+        *,
+        model: torch.nn.Module,
+        tokenizer: Any,  # megatron's interface or Hugging Face's
+        inference_config: InferenceConfig | None,
+        use_coordinator: bool,
+        coordinator_host: str | None,
+        coordinator_port: int | None,
+        inference_wrapper_cls: type | None,
+        attention_backend: str,
+    ) -> None:
+        """Checks every argument.
+
+        Raises: ValueError and TypeError naming argument, value and remedy; UnsupportedModelError.
+        """
+        self._parts = build(
+            model=model,
+            tokenizer=tokenizer,
+            inference_config=inference_config,
+            use_coordinator=use_coordinator,
+            coordinator_host=coordinator_host,
+            coordinator_port=coordinator_port,
+            inference_wrapper_cls=inference_wrapper_cls,
+            attention_backend=attention_backend,
+        )
+        self._use_coordinator = use_coordinator
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; `engine.stats()` is readable from any thread."""
+        return self._parts.engine
+
+    @property
+    def context(self) -> "ContextView":
+        """The engine's limits and counts, by megatron-core's names."""
+        return ContextView(self._parts.engine)
+
+    @property
+    def controller(self) -> "ControllerView":
+        """The tokenizer, by megatron-core's name."""
+        return ControllerView(self._parts.tokenizer)
+
+    @property
+    def is_primary_rank(self) -> bool:
+        """Whether this process may call `generate`: global rank 0 in coordinator mode, every rank in direct mode."""
+        return not self._use_coordinator or not distributed.is_initialized() or distributed.get_rank() == 0
+
+    def _call(
+        self,
+        prompts: object,
+        sampling_params: object,
+        multi_modal_data: object,
+        *,
+        is_streamed: bool = False,
+        reports_progress: bool = False,
+    ) -> Call:
+        """Checks and tokenises what `generate` or `stream` was called with."""
+        self._require_primary()
+        return self._parts.intake.prepare(
+            one_prompt(prompts) if is_streamed else prompts,
+            SamplingParams() if sampling_params is None else sampling_params,
+            multi_modal_data,
+            is_streamed=is_streamed,
+            reports_progress=reports_progress,
+        )
+
+    def _require_primary(self) -> None:
+        if not self.is_primary_rank:
+            raise RuntimeError(
+                f"generate() runs on the primary rank in coordinator mode; this is global rank {distributed.get_rank()}"
+            )
+
+    def _require_coordinator(self, call: str) -> None:
+        if not self._use_coordinator:
+            raise RuntimeError(f"{call}() requires use_coordinator=True; this engine is in direct mode")
+
+
+class ContextView:
+    """Limits and counts of an engine under the names of megatron-core's DynamicInferenceContext. Read-only."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def config(self) -> EngineConfig:
+        """All limits of the engine."""
+        return self._engine.config
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens computed in one step at most."""
+        return self._engine.config.max_tokens
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that run at once at most."""
+        return self._engine.config.max_requests
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Prompt and output of one request at most."""
+        return self._engine.config.max_sequence_length
+
+    @property
+    def block_size_tokens(self) -> int:
+        """Tokens of one block of the cache."""
+        return self._engine.config.block_size
+
+    @property
+    def step_count(self) -> int:
+        """Steps run so far."""
+        return self._engine.stats().step
+
+    @property
+    def total_request_count(self) -> int:
+        """Requests that run now."""
+        return self._engine.stats().running
+
+    @property
+    def lifetime_prefill_token_count(self) -> int:
+        """Tokens of prompts, and of preempted requests, computed so far."""
+        return self._engine.stats().prefill_tokens
+
+
+class ControllerView:
+    """The text side of an engine under the name of megatron-core's TextGenerationController."""
+
+    def __init__(self, tokenizer: TokenizerAdapter) -> None:
+        self.tokenizer = tokenizer.wrapped
+        """The tokenizer that the engine was given."""

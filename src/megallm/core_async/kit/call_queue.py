@@ -1,0 +1,104 @@
+"""Calls into a loop from other threads: each a future, each a task of its own, none an orphan."""
+
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, InvalidStateError
+from math import inf
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from megallm.core_async.kit.foreign import poster
+
+
+class CallQueue:
+    """Runs calls that other threads submit as tasks of one group. Made in the loop that serves it."""
+
+    def __init__(self) -> None:
+        self._post = poster()
+        self._thread = threading.current_thread()
+        self._calls, self._received = anyio.create_memory_object_stream[Callable[[], Awaitable[None]]](inf)
+        self._tasks: TaskGroup | None = None
+        self._unfinished: set[Future[Any]] = set()
+        self._has_ended = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on the loop's thread, where waiting for a call would never end."""
+        return threading.current_thread() is self._thread
+
+    def submit[*A, T](self, function: Callable[[*A], Awaitable[T]], *args: *A) -> Future[T]:
+        """Starts a call in the loop, from any thread; cancelling the future cancels the call.
+
+        The future is cancelled when the queue ends first.
+        Raises: RuntimeError when it has ended.
+        """
+        future: Future[T] = Future()
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
+        if self._has_ended:
+            future.cancel()
+            raise RuntimeError("the loop has ended")
+        self._post(lambda: self._enqueue(lambda: self._run(function, args, future), future))
+        return future
+
+    async def start_task(self, function: Callable[..., Awaitable[object]]) -> None:
+        """Starts a task that lives until it ends or the queue does, and waits until it says that it is ready.
+
+        Runs in the loop. Raises: what the task raised before it was ready.
+        """
+        assert self._tasks is not None, "the queue is not served"
+        await self._tasks.start(function)
+
+    def close(self) -> None:
+        """Makes `serve` cancel what runs and return; callable from any thread, idempotent."""
+        self._post(self._calls.close)
+
+    async def serve(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Runs the calls, until `close` or a cancel."""
+        try:
+            async with self._calls, self._received, anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                task_status.started()
+                async for call in self._received:
+                    tasks.start_soon(call)
+                tasks.cancel_scope.cancel()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Cancels every call that has not ended, and refuses more: the loop is over. Idempotent."""
+        self._has_ended = True
+        for future in list(self._unfinished):
+            future.cancel()
+
+    def _enqueue(self, call: Callable[[], Awaitable[None]], future: Future[Any]) -> None:
+        """Hands a call to the loop's task; one that comes after `close` is cancelled."""
+        try:
+            self._calls.send_nowait(call)
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+            future.cancel()
+
+    async def _run[*A, T](
+        self, function: Callable[[*A], Awaitable[T]], args: tuple[*A], future: Future[T]
+    ) -> None:
+        """Runs one call and gives its outcome to the future, which its caller may have cancelled."""
+        with anyio.CancelScope() as scope:
+            future.add_done_callback(lambda _: self._post(scope.cancel) if future.cancelled() else None)
+            try:
+                value = await function(*args)
+            except Exception:  # noqa: BLE001 - it is the caller's, whole
+                _settle(future, lambda: future.set_exception(error))
+            else:
+                _settle(future, lambda: future.set_result(value))
+            finally:
+                future.cancel()
+
+
+def _settle(future: Future[Any], give: Callable[[], None]) -> None:
+    """Gives an outcome to a future unless its caller has cancelled it, perhaps this very moment."""
+    try:
+        give()
+    except InvalidStateError:
+        assert future.cancelled(), "a future was settled twice"
