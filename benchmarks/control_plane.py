@@ -21,6 +21,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ from megallm.core_async.engine import Engine
 from megallm.core_async.messages import NewRequest, RequestId, Sampling, TextSpec, pack_ints
 from megallm.core_async.protocols import Runner
 
-LOOPS: Final = {
+LOOPS: Final[dict[str, tuple[str, dict[str, bool]]]] = {
     "asyncio": ("asyncio", {"use_uvloop": False}),
     "uvloop": ("asyncio", {"use_uvloop": True}),
     "trio": ("trio", {}),
@@ -104,15 +105,8 @@ def measure(loop: str, batch: int, schedule: Schedule, block_size: int) -> dict[
     backend, backend_options = LOOPS[loop]
 
     def marks(schedule: Schedule, num_messages: Callable[[], int]) -> list[Mark]:
-        return anyio.run(
-            _decode,
-            batch,
-            schedule,
-            block_size,
-            num_messages,
-            backend=backend,
-            backend_options=backend_options,
-        )
+        work = partial(decode, FreeRunner(batch), batch, schedule, block_size, num_messages)
+        return anyio.run(work, backend=backend, backend_options=backend_options)
 
     timed = list(pairwise(marks(schedule, lambda: 0)))
     wall_us = [(end.wall_s - start.wall_s) / schedule.window * 1e6 for start, end in timed]
@@ -130,10 +124,13 @@ def measure(loop: str, batch: int, schedule: Schedule, block_size: int) -> dict[
     }
 
 
-async def _decode(
-    batch: int, schedule: Schedule, block_size: int, num_messages: Callable[[], int]
+async def decode(
+    runner: Runner, batch: int, schedule: Schedule, block_size: int, num_messages: Callable[[], int]
 ) -> list[Mark]:
-    """Decodes `batch` requests until the schedule is over; gives its marks."""
+    """Decodes `batch` requests until the schedule is over; gives its marks.
+
+    Raises: an ExceptionGroup with EngineDeadError in it when the engine fails.
+    """
     meters: list[Meter] = []
 
     def make_worker(runner: Runner) -> Meter:
@@ -148,14 +145,16 @@ async def _decode(
         return meter
 
     config = _config(batch, schedule, block_size)
-    engine = Engine(config, FreeRunner(batch), OneLetter(), make_worker=make_worker)
+    engine = Engine(config, runner, OneLetter(), make_worker=make_worker)
     async with anyio.create_task_group() as tasks:
         await tasks.start(engine.run)
-        tasks.start_soon(
-            engine.wait_for_shutdown
-        )  # raises what kills the engine, so that nothing waits for ever
+        tasks.start_soon(engine.wait_for_shutdown)  # raises what kills the engine, so nothing waits for ever
         with contextlib.closing(await engine.submit(_requests(engine, batch, schedule))):
             await meters[0].is_over.wait()
+            stats = engine.stats()
+            assert (stats.running, stats.waiting, stats.preemptions) == (batch, 0, 0), (
+                f"not {batch} rows: {stats}"
+            )
         await engine.shutdown()
     return meters[0].marks
 

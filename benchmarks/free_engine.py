@@ -4,7 +4,7 @@ All of the control plane is real: pump, scheduler, allocator, detokeniser, the w
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -16,7 +16,7 @@ from msgspec import Struct
 from megallm.core_async.actors.worker import Worker
 from megallm.core_async.kit.actor import Address, MailboxAddress
 from megallm.core_async.kit.thread_actor import ThreadAddress
-from megallm.core_async.messages import Ask, CollectStep, Ints, LaunchStep, StepPlan, StepResult, pack_ints
+from megallm.core_async.messages import Ask, Ints, LaunchStep, StepPlan, StepResult, WorkerMessage, pack_ints
 from megallm.core_async.protocols import Runner
 
 
@@ -32,6 +32,12 @@ class FreeRunner:
     def launch(self, plan: StepPlan) -> "FreeStep":
         """Gives the step's result at once."""
         return FreeStep(StepResult(plan.step, Ints(self._tokens[: 4 * plan.samples.count(1)])))
+
+    def release_cache(self, *, keep_contents: bool) -> None:
+        """Has no cache to release."""
+
+    def restore_cache(self) -> None:
+        """Has no cache to restore."""
 
     def close(self) -> None:
         """Frees nothing."""
@@ -88,7 +94,7 @@ class Meter:
     ) -> None:
         self._worker = Worker(runner)
         self._num_messages = num_messages
-        self.address: Address[LaunchStep | CollectStep] = _MeteredAddress(
+        self.address: Address[WorkerMessage] = _MeteredAddress(
             self._worker.address, first_step, window, self._mark
         )
         self._num_marks = num_windows + 1
@@ -111,7 +117,7 @@ class _MeteredAddress:
 
     def __init__(
         self,
-        worker: Address[LaunchStep | CollectStep],
+        worker: Address[WorkerMessage],
         first_step: int,
         window: int,
         mark: Callable[[], None],
@@ -121,18 +127,19 @@ class _MeteredAddress:
         self._window = window
         self._mark = mark
 
-    def tell(self, message: LaunchStep | CollectStep) -> None:
+    def tell(self, message: WorkerMessage) -> None:
         self._worker.tell(message)
-        step = next(self._steps)
-        if step >= 0 and step % self._window == 0:
-            self._mark()
+        if isinstance(message, LaunchStep):
+            step = next(self._steps)
+            if step >= 0 and step % self._window == 0:
+                self._mark()
 
     async def ask[R](self, message: Ask[R]) -> R:
         return await self._worker.ask(message)
 
 
 @contextmanager
-def counted_messages() -> Iterator[Callable[[], int]]:
+def counted_messages() -> Generator[Callable[[], int]]:
     """Gives what says how many messages actors were sent since: a tell is one, an ask and its reply two.
 
     Slows every message; not for a run whose times count.
@@ -141,8 +148,9 @@ def counted_messages() -> Iterator[Callable[[], int]]:
     kinds: tuple[Any, ...] = (MailboxAddress, ThreadAddress)  # Any: their methods are replaced for a while
     kept = [(kind, kind.tell, kind.ask) for kind in kinds]
 
+    # Any: whatever the method takes and gives
     def counting(method: Callable[..., Any], num_messages: int) -> Callable[..., Any]:
-        def counted(*args: Any) -> Any:  # noqa: ANN401 - whatever the method takes and gives
+        def counted(*args: Any) -> Any:
             nonlocal total
             total += num_messages
             return method(*args)

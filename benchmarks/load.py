@@ -63,6 +63,6 @@ NAMED: Final = {"prefill": "8:512:1", "mix": "mix"}
 
 
 def random_prompts(lengths: tuple[int, ...], vocab_size: int) -> list[list[int]]:
-    """Gives one prompt of random ids a length; no two begin alike, so that no prefix cache shortens the work."""
+    """Gives one prompt of random ids a length. No two begin alike: no prefix cache shortens the work."""
     generator = random.Random(SEED)
     return [[generator.randrange(vocab_size) for _ in range(length)] for length in lengths]

@@ -46,8 +46,8 @@ def busy_warning() -> str | None:
     if load <= BUSY_SHARE * cores:
         return None
     return (
-        f"the load average is {load:.1f} on {cores} cores: other processes slow this run, by how much changes from"
-        " second to second; trust ratios within the run at most, and run it again on a quiet machine"
+        f"the load average is {load:.1f} on {cores} cores: other processes slow this run, and unevenly;"
+        " trust ratios within the run at most, and run it again on a quiet machine"
     )
 
 

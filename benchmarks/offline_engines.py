@@ -53,7 +53,7 @@ class Megallm:
         """Starts an engine whose limits hold every one of `cases`. Any: megatron's model is untyped."""
         longest = max(max(map(sum, zip(c.prompt_lengths, c.output_lengths, strict=True))) for c in cases)
         config = InferenceConfig(
-            buffer_size_gb=cache_gb,
+            buffer_size_gb=cache_gb,  # pyright: ignore[reportArgumentType] - declared int, used as a number
             max_requests=max(case.num_prompts for case in cases),
             max_sequence_length=longest,
         )
@@ -68,7 +68,7 @@ class Megallm:
     def run(self, case: Case) -> Timing:
         """Runs a case once; `step_ms` has the parts of `StepTimes` and `total`, from result to result."""
         prompts = case.prompts(self._vocab_size)
-        params = [
+        params: list[Any] = [  # Any: a list of a subclass is no list of its base
             SamplingParams(temperature=0.0, num_tokens_to_generate=length, ignore_eos=True)
             for length in case.output_lengths
         ]
@@ -82,7 +82,7 @@ class Megallm:
             step_ms["total"] = median_gap_ms(self._steps.ends_s)
         return Timing(
             wall_s=wall_s,
-            prompt_s=max(result.ttft for result in results),
+            prompt_s=max(result.ttft or 0.0 for result in results),
             step_ms=step_ms,
             token_ids=[result.generated_tokens for result in results],
         )
@@ -191,13 +191,14 @@ def llama_of(checkpoint: Checkpoint) -> Any:  # Any: transformers may be missing
         tie_word_embeddings=size.is_tied,
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation="sdpa",
     )
     model = LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("sdpa")
     weights = {spec.name: torch.from_numpy(checkpoint.read(spec.name)) for spec in tensor_specs(size)}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     allowed = ["lm_head.weight"] if size.is_tied else []  # the embedding itself
-    assert missing == allowed and not unexpected, f"weights missing {missing}, unexpected {unexpected}"
+    assert missing == allowed, f"weights missing: {missing}, allowed to: {allowed}"
+    assert not unexpected, f"weights that the model does not take: {unexpected}"
     return model
 
 

@@ -109,7 +109,7 @@ class Rig:
         return [len(unpack_ints(plan.rows)) for plan in self.runner.plans]
 
     async def expect_all_free(self) -> EngineStats:
-        """Holds the books: once nothing runs, every block is free again. One more request brings them up to date."""
+        """Fails unless every block is free once nothing runs; one more request brings the figures up to date."""
         await self.tokens_of([1], 1)
         stats = self.engine.stats()
         expect_balanced(stats, self.engine.config.num_blocks)

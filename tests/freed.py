@@ -1,9 +1,10 @@
-"""Whether an error is freed as soon as it was handled, or kept by a cycle until the collector runs."""
+"""What was freed: errors, which a cycle keeps until the collector runs, and descriptors."""
 
 import gc
 import weakref
 from collections.abc import Awaitable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,8 @@ async def watch_error(awaitable: Awaitable[object], kind: type[Exception]) -> we
     except kind as error:
         return weakref.ref(error)
     pytest.fail(f"no {kind.__name__} was raised")
+
+
+def open_descriptors() -> set[str]:
+    """Gives what this process has open."""
+    return {path.name for path in Path("/proc/self/fd").iterdir()}

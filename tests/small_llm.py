@@ -1,4 +1,4 @@
-"""Facades over a random model of three small layers: real tensors and threads, and answers within milliseconds."""
+"""Facades over a random model of three small layers: real tensors, real threads, answers in milliseconds."""
 
 import functools
 import gc
@@ -89,12 +89,16 @@ def untouched(model: Megatron) -> Generator[None]:
     assert snapshot(model) == before, "the model was not given back as it was"
 
 
-def make_llm(*, config: InferenceConfig | None = None, **arguments: Any) -> MegatronLLM:  # Any: the public API
+def make_llm(
+    *, config: InferenceConfig | None = None, **arguments: Any
+) -> MegatronLLM:  # Any: the public API
     """Gives a sync facade over the shared model; whoever takes it shuts it down."""
     return MegatronLLM(**_arguments(config, arguments))
 
 
-def make_async_llm(*, config: InferenceConfig | None = None, **arguments: Any) -> MegatronAsyncLLM:  # Any: the same
+def make_async_llm(
+    *, config: InferenceConfig | None = None, **arguments: Any
+) -> MegatronAsyncLLM:  # Any: the same
     """Gives an async facade over the shared model, not started."""
     return MegatronAsyncLLM(**_arguments(config, arguments))
 
@@ -110,7 +114,7 @@ def _arguments(config: InferenceConfig | None, arguments: dict[str, Any]) -> dic
 
 @contextmanager
 def sync_llm(*, config: InferenceConfig | None = None, **arguments: Any) -> Generator[MegatronLLM]:
-    """Runs a sync facade; when the block ends all blocks are free, the threads gone and the model as it was."""
+    """Runs a sync facade; in the end all blocks are free, the threads gone, the model as it was."""
     with untouched(shared_model()):
         with make_llm(config=config, **arguments) as llm:
             yield llm

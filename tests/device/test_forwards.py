@@ -1,6 +1,7 @@
 """Forwards that stand in for megatron's, against megatron's own."""
 
 import torch
+from torch.nn import functional
 
 from megallm.core_async.device.forwards import plain_linear, router_gate
 from tests.device.conftest import built
@@ -18,7 +19,7 @@ def test_plain_linear_gives_megatrons_product_and_bias() -> None:
         (layer.mlp.linear_fc1, hidden),
         (layer.mlp.linear_fc2, wide),
     ):
-        product, bias = plain_linear(linear)(given)
+        product, bias = plain_linear(linear, functional.linear)(given)
         with cpu_is_current():
             expected, expected_bias = type(linear).forward(linear, given)
         torch.testing.assert_close(product, expected)
@@ -30,7 +31,9 @@ def test_plain_linear_takes_the_weight_it_is_given() -> None:
     model = built("tied, interleaved rotary")
     weight = model.embedding.word_embeddings.weight
     hidden = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0))
-    product, bias = plain_linear(model.output_layer)(hidden, weight=weight, runtime_gather_output=True)
+    product, bias = plain_linear(model.output_layer, functional.linear)(
+        hidden, weight=weight, runtime_gather_output=True
+    )
     torch.testing.assert_close(product, hidden @ weight.t())
     assert bias is None
 

@@ -13,6 +13,7 @@ from anyio.abc import TaskGroup
 from megallm.core_async.errors import ActorGone
 from megallm.core_async.kit.actor import Actor, Address, Refusal
 from megallm.core_async.messages import Ask
+from tests.askers import Outcomes
 from tests.checkpoints import AtAwait
 from tests.freed import watch_error, without_collector
 
@@ -93,27 +94,6 @@ async def turns(num_turns: int) -> None:
     """Lets the loop go round so many times."""
     for _ in range(num_turns):
         await anyio.lowlevel.checkpoint()
-
-
-class Outcomes:
-    """What a number of asks gave, each in a task of its own."""
-
-    def __init__(self) -> None:
-        self.values: list[int] = []
-        self.errors: list[ActorGone] = []
-
-    async def ask(self, tasks: TaskGroup, address: Address[Message], message: Ask[int]) -> None:
-        """Begins an ask, and returns when the message is in the mailbox."""
-        is_put = anyio.Event()
-        tasks.start_soon(self._ask, address, message, is_put)
-        await is_put.wait()
-
-    async def _ask(self, address: Address[Message], message: Ask[int], is_put: anyio.Event) -> None:
-        try:
-            self.values.append(await AtAwait(1, address.ask(message), is_put.set))
-        except ActorGone as gone:
-            self.errors.append(gone)
-            is_put.set()
 
 
 async def test_an_ask_is_answered_with_what_handle_returned() -> None:

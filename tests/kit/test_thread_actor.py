@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -14,21 +13,12 @@ from anyio.abc import TaskGroup
 from megallm.core_async.errors import ActorGone
 from megallm.core_async.kit.thread_actor import ThreadActor
 from megallm.core_async.messages import Ask
+from tests.askers import Outcomes
 from tests.checkpoints import AtAwait
+from tests.freed import open_descriptors
+from tests.loops import EVERY_LOOP
 
-pytestmark = pytest.mark.anyio
-
-BACKENDS: list[tuple[str, dict[str, Any]]] = [  # Any: anyio's options of a backend
-    ("asyncio", {"use_uvloop": False}),
-    ("asyncio", {"use_uvloop": True}),
-    ("trio", {}),
-]
-
-
-@pytest.fixture(params=BACKENDS, ids=["asyncio", "uvloop", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:  # Any: as above
-    """Runs every test on each loop that a thread may have to wake."""
-    return request.param
+pytestmark = [pytest.mark.anyio, EVERY_LOOP]
 
 
 class Call(Ask[Any], frozen=True):  # Any: whatever the function gives
@@ -57,9 +47,7 @@ class Caller(ThreadActor[Call]):
     name: ClassVar[str] = "caller"
     capacity: ClassVar[int] = 4
 
-    def __init__(
-        self, start: Callable[[], object] = nothing, stop: Callable[[], object] = nothing
-    ) -> None:
+    def __init__(self, start: Callable[[], object] = nothing, stop: Callable[[], object] = nothing) -> None:
         super().__init__()
         self.start = start
         self.stop = stop
@@ -108,39 +96,9 @@ class Hold:
         self._is_released.set()
 
 
-class Outcomes:
-    """What a number of asks gave, each in a task of its own."""
-
-    def __init__(self) -> None:
-        self.values: list[object] = []
-        self.errors: list[ActorGone] = []
-
-    def in_order(self) -> list[object]:
-        """Gives the values, which are numbers, sorted: trio wakes tasks in any order."""
-        return sorted(self.values, key=lambda value: int(str(value)))
-
-    async def ask(self, tasks: TaskGroup, actor: Caller, function: Callable[[], object]) -> None:
-        """Begins an ask, and returns when the message is in the mailbox."""
-        is_put = anyio.Event()
-        tasks.start_soon(self._ask, actor, function, is_put)
-        await is_put.wait()
-
-    async def _ask(self, actor: Caller, function: Callable[[], object], is_put: anyio.Event) -> None:
-        try:
-            self.values.append(await AtAwait(1, actor.address.ask(Call(function)), is_put.set))
-        except ActorGone as gone:
-            self.errors.append(gone)
-            is_put.set()
-
-
 def threads_of(actor: Caller) -> list[str]:
     """Gives the actor's threads that still run."""
     return [thread.name for thread in threading.enumerate() if thread.name == f"megallm-{actor.name}"]
-
-
-def open_descriptors() -> set[str]:
-    """Gives what this process has open."""
-    return set(os.listdir("/proc/self/fd"))
 
 
 async def test_everything_happens_on_one_thread_and_in_order() -> None:
@@ -167,9 +125,9 @@ async def test_many_asks_at_once_are_all_answered() -> None:
             for number in range(200):
                 while len(outcomes.values) < number - 2:
                     await anyio.lowlevel.checkpoint()
-                await outcomes.ask(outside, actor, lambda number=number: number)
+                await outcomes.ask(outside, actor.address, Call(lambda number=number: number))
         tasks.cancel_scope.cancel()
-    assert outcomes.in_order() == list(range(200))
+    assert sorted(outcomes.values) == list(range(200))
 
 
 async def test_an_ask_from_before_the_start_is_answered() -> None:
@@ -179,10 +137,10 @@ async def test_an_ask_from_before_the_start_is_answered() -> None:
     async with anyio.create_task_group() as tasks:
         async with anyio.create_task_group() as outside:
             for number in range(3):
-                await outcomes.ask(outside, actor, lambda number=number: number)
+                await outcomes.ask(outside, actor.address, Call(lambda number=number: number))
             await tasks.start(actor.run)
         tasks.cancel_scope.cancel()
-    assert outcomes.in_order() == [0, 1, 2]
+    assert sorted(outcomes.values) == [0, 1, 2]
 
 
 async def test_the_start_waits_for_on_start() -> None:
@@ -224,7 +182,7 @@ async def test_a_crash_fails_the_ask_in_hand_and_those_that_wait() -> None:
     outcomes = Outcomes()
     async with anyio.create_task_group() as outside:
         for function in (lambda: 1, boom, lambda: 2):
-            await outcomes.ask(outside, actor, function)
+            await outcomes.ask(outside, actor.address, Call(function))
         with pytest.raises(ValueError, match="broken") as crash:
             await actor.run()
         await anyio.wait_all_tasks_blocked()
@@ -310,17 +268,16 @@ async def test_a_stop_lets_the_message_in_hand_finish_and_drops_those_behind_it(
     actor = Caller()
     hold = Hold()
     outcomes = Outcomes()
-    async with anyio.create_task_group() as outside:
-        async with anyio.create_task_group() as tasks:
-            await tasks.start(actor.run)
-            for function in (hold, nothing, nothing):
-                await outcomes.ask(outside, actor, function)
-            await hold.begun()
-            tasks.cancel_scope.cancel()
-            with anyio.CancelScope(shield=True):
-                await anyio.wait_all_tasks_blocked()
-            assert threads_of(actor) == ["megallm-caller"]
-            hold.release()
+    async with anyio.create_task_group() as outside, anyio.create_task_group() as tasks:
+        await tasks.start(actor.run)
+        for function in (hold, nothing, nothing):
+            await outcomes.ask(outside, actor.address, Call(function))
+        await hold.begun()
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await anyio.wait_all_tasks_blocked()
+        assert threads_of(actor) == ["megallm-caller"]
+        hold.release()
     assert outcomes.values == ["held"]
     assert [str(error) for error in outcomes.errors] == ["caller has stopped"] * 2
     assert actor.events == ["start", "handle", "stop"]
@@ -366,13 +323,12 @@ async def test_a_thread_that_hangs_is_left_behind_with_a_warning(caplog: pytest.
     outcomes = Outcomes()
     before = open_descriptors()
     actor = Impatient()
-    async with anyio.create_task_group() as outside:
-        async with anyio.create_task_group() as tasks:
-            await tasks.start(actor.run)
-            await outcomes.ask(outside, actor, hold)
-            while "handle" not in actor.events:
-                await anyio.lowlevel.checkpoint()
-            tasks.cancel_scope.cancel()
+    async with anyio.create_task_group() as outside, anyio.create_task_group() as tasks:
+        await tasks.start(actor.run)
+        await outcomes.ask(outside, actor.address, Call(hold))
+        while "handle" not in actor.events:
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
     assert [str(error) for error in outcomes.errors] == ["caller has stopped"]
     assert caplog.record_tuples == [
         (
@@ -399,7 +355,7 @@ async def test_nothing_hangs_or_stays_wherever_the_actor_is_cancelled(nth: int) 
     async def ask_in_turn(scope: anyio.CancelScope) -> None:
         async with anyio.create_task_group() as askers:
             for number in range(4):
-                await outcomes.ask(askers, actor, lambda number=number: number)
+                await outcomes.ask(askers, actor.address, Call(lambda number=number: number))
                 await anyio.lowlevel.checkpoint()
         scope.cancel()
 

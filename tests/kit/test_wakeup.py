@@ -1,29 +1,17 @@
 """How a thread wakes the loop: no wake-up lost, none of a loop that is gone, no descriptor kept."""
 
 import gc
-import os
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import anyio
 import pytest
 
 from megallm.core_async.kit.wakeup import Wakeup, open_wakeup
+from tests.freed import open_descriptors
+from tests.loops import EVERY_LOOP, Backend
 
-pytestmark = pytest.mark.anyio
-
-BACKENDS: list[tuple[str, dict[str, Any]]] = [  # Any: anyio's options of a backend
-    ("asyncio", {"use_uvloop": False}),
-    ("asyncio", {"use_uvloop": True}),
-    ("trio", {}),
-]
-
-
-@pytest.fixture(params=BACKENDS, ids=["asyncio", "uvloop", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:  # Any: as above
-    """Runs every test on each loop that has an implementation of its own, or may behave as if."""
-    return request.param
+pytestmark = [pytest.mark.anyio, EVERY_LOOP]
 
 
 def on_thread(function: Callable[[], object]) -> None:
@@ -31,11 +19,6 @@ def on_thread(function: Callable[[], object]) -> None:
     thread = threading.Thread(target=function)
     thread.start()
     thread.join()
-
-
-def open_descriptors() -> set[str]:
-    """Gives what this process has open."""
-    return set(os.listdir("/proc/self/fd"))
 
 
 async def is_woken(wakeup: Wakeup) -> bool:
@@ -145,7 +128,7 @@ async def test_a_wakeup_that_nobody_closed_is_closed_when_it_is_dropped() -> Non
     assert open_descriptors() == before
 
 
-def test_a_wake_of_a_loop_that_is_gone_does_nothing(anyio_backend: tuple[str, dict[str, Any]]) -> None:
+def test_a_wake_of_a_loop_that_is_gone_does_nothing(anyio_backend: Backend) -> None:
     """A thread that was left behind ends in its own time; it must not fail of it."""
 
     async def open_one() -> Wakeup:

@@ -27,6 +27,7 @@ HONOURED = frozenset(
         "max_sequence_length",
         "enable_chunked_prefill",
         "kv_cache_management_mode",
+        "logprobs_mode",
         "materialize_only_last_token_logits",
         "verbose",
     }
@@ -69,7 +70,7 @@ def build(  # the constructor's arguments, which are the public API
     return Parts(engine, Intake(config, adapter, engine.next_request_id), adapter)
 
 
-def _check_model(model: torch.nn.Module, *, use_coordinator: bool) -> None:
+def _check_model(model: object, *, use_coordinator: bool) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a megatron-core model, a torch.nn.Module")
     if model.training:
@@ -77,8 +78,8 @@ def _check_model(model: torch.nn.Module, *, use_coordinator: bool) -> None:
     expert_ranks = getattr(getattr(model, "config", None), "expert_model_parallel_size", 1)
     if not use_coordinator and expert_ranks > 1:
         raise ValueError(
-            f"use_coordinator=False and expert_model_parallel_size > 1 (it is {expert_ranks}): direct mode can't keep"
-            " expert-parallel ranks in step; use the coordinator"
+            f"use_coordinator=False and expert_model_parallel_size > 1 (it is {expert_ranks}): direct mode"
+            " can't keep expert-parallel ranks in step; use the coordinator"
         )
 
 
@@ -86,7 +87,8 @@ def _check_wrapper(inference_wrapper_cls: type | None) -> None:
     """Takes megatron's own GPT wrapper, whose work the hook does."""
     if inference_wrapper_cls is not None and inference_wrapper_cls.__name__ != "GPTInferenceWrapper":
         raise NotImplementedError(
-            f"inference_wrapper_cls is {inference_wrapper_cls.__name__}; only GPTInferenceWrapper is supported"
+            f"inference_wrapper_cls is {inference_wrapper_cls.__name__};"
+            " only GPTInferenceWrapper is supported"
         )
 
 

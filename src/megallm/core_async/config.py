@@ -5,6 +5,7 @@ neither megatron nor torch.
 """
 
 import logging
+from enum import Enum
 from typing import Literal, Protocol, Self
 
 from msgspec import Struct
@@ -17,14 +18,22 @@ GIB = 1 << 30
 class InferenceSettings(Protocol):
     """The fields of megatron-core's InferenceConfig that every version has and the limits come from."""
 
-    block_size_tokens: int
-    buffer_size_gb: float
-    max_requests: int | None
-    max_tokens: int | None
-    max_sequence_length: int
-    enable_chunked_prefill: bool
-    kv_cache_management_mode: object
-    """megatron-core's enum, or its value."""
+    @property
+    def block_size_tokens(self) -> int: ...
+    @property
+    def buffer_size_gb(self) -> float: ...
+    @property
+    def max_requests(self) -> int | None: ...
+    @property
+    def max_tokens(self) -> int | None: ...
+    @property
+    def max_sequence_length(self) -> int: ...
+    @property
+    def enable_chunked_prefill(self) -> bool: ...
+    @property
+    def kv_cache_management_mode(self) -> Enum: ...
+    @property
+    def logprobs_mode(self) -> str: ...
 
 
 class ModelLimits(Struct, frozen=True):
@@ -60,6 +69,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     sampling_seed: int = 42
     kv_mode: Literal["persist", "offload", "recompute"] = "persist"
     """What suspend does with the KV cache."""
+    processes_log_probs: bool = False
+    """Log-probs are of the logits after penalties, temperature, top-k and top-p, not of the model's."""
     attention_backend: str = "auto"
 
     @classmethod
@@ -84,6 +95,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             vocab_size=model.vocab_size,
             sampling_seed=model.sampling_seed,
             kv_mode=_kv_mode(settings),
+            processes_log_probs=_processes_log_probs(settings),
             attention_backend=attention_backend,
         )
 
@@ -109,8 +121,8 @@ def _num_blocks(buffer_gb: float, bytes_per_block: int, free_bytes: int | None) 
     num_blocks = allowed // bytes_per_block
     if num_blocks < 1:
         raise ValueError(
-            f"InferenceConfig.buffer_size_gb is {buffer_gb} and one block takes {bytes_per_block / GIB:.4f} GiB;"
-            " raise buffer_size_gb or lower block_size_tokens"
+            f"InferenceConfig.buffer_size_gb is {buffer_gb} and one block takes {bytes_per_block / GIB:.4f}"
+            " GiB; raise buffer_size_gb or lower block_size_tokens"
         )
     return num_blocks
 
@@ -128,8 +140,8 @@ def _step_bounds(settings: InferenceSettings, model: ModelLimits, num_blocks: in
         if settings.max_tokens is None:
             return max_requests, max_requests
         raise ValueError(
-            f"InferenceConfig.max_requests is {max_requests} and max_tokens is {max_tokens}: a step must hold one"
-            " token of each request; raise max_tokens or lower max_requests"
+            f"InferenceConfig.max_requests is {max_requests} and max_tokens is {max_tokens}: a step must hold"
+            " one token of each request; raise max_tokens or lower max_requests"
         )
     return max_requests, max_tokens
 
@@ -145,7 +157,7 @@ def _sequence_bound(settings: InferenceSettings, model: ModelLimits, cache_token
         bound = model.max_positions
     if bound > cache_tokens:
         log.info(
-            "max_sequence_length: %d, all that the KV cache holds, instead of %d; raise buffer_size_gb for more",
+            "max_sequence_length: %d, all that the cache holds, instead of %d; raise buffer_size_gb for more",
             cache_tokens,
             bound,
         )
@@ -161,3 +173,12 @@ def _kv_mode(settings: InferenceSettings) -> Literal["persist", "offload", "reco
             f"InferenceConfig.kv_cache_management_mode is {mode!r}; it must be persist, offload or recompute"
         )
     return value
+
+
+def _processes_log_probs(settings: InferenceSettings) -> bool:
+    mode = settings.logprobs_mode
+    if mode not in ("raw_logprobs", "processed_logprobs"):
+        raise ValueError(
+            f"InferenceConfig.logprobs_mode is {mode!r}; it must be raw_logprobs or processed_logprobs"
+        )
+    return mode == "processed_logprobs"

@@ -174,7 +174,9 @@ class Engine:
             self._gate.rest()
             began = time.perf_counter()
             planned = await self._scheduler.address.ask(
-                NextStep(result, self._outboxes.take_closed(), self._gate.is_allowed)
+                NextStep(
+                    result, [RequestId(key) for key in self._outboxes.take_closed()], self._gate.is_allowed
+                )
             )
             self.times.add_plan(time.perf_counter() - began)
             self._stats = planned.stats
@@ -213,7 +215,7 @@ class Engine:
         return outbox
 
     def post(self, callback: Callable[[], object]) -> None:
-        """Runs a callback in the engine's loop soon; callable from any thread, and a no-op once the loop is gone."""
+        """Runs a callback in the engine's loop soon, from any thread; does nothing once the loop is gone."""
         if self._post is not None:
             self._post(callback)
 
@@ -231,9 +233,10 @@ class Engine:
         return self._lifecycle.phase
 
     async def pause(self, mode: str = "keep") -> None:
-        """Comes to rest after the step in flight. `mode`: "keep" freezes the requests, "wait" lets those
-        in flight finish first, "abort" ends them with what they have. New requests queue.
+        """Comes to rest after the step in flight; new requests queue.
 
+        `mode`: "keep" freezes the requests, "wait" lets those in flight finish first, "abort" ends
+        them with what they have.
         Raises: ValueError for another mode; EngineStoppedError, EngineDeadError.
         """
         if mode not in {str(each) for each in PauseMode}:
@@ -258,7 +261,7 @@ class Engine:
         """
         await self._ask_lifecycle(Resume())
 
-    async def set_generation_epoch(self, epoch: int) -> None:
+    async def set_generation_epoch(self, epoch: object) -> None:
         """Stamps results with the number of the weights from now on.
 
         Raises: ValueError for a negative number; EngineStoppedError, EngineDeadError.

@@ -11,7 +11,7 @@ class MegaLLMError(Exception):
 
 
 class UnsupportedModelError(MegaLLMError, ValueError):
-    """The model has a layer or an option the engine does not run; names it and what is supported. The caller's fault."""
+    """The model has what the engine does not run; names it and what is supported. The caller's fault."""
 
     http_status = 400
 
@@ -38,7 +38,7 @@ class EngineBusy(MegaLLMError):  # noqa: N818 - the name is part of the public A
 
 
 class LifecycleError(MegaLLMError, RuntimeError):
-    """The call is not legal in the engine's present state; names the state and the legal calls. The caller's fault."""
+    """The call is not legal in the engine's state; names both and what is legal. The caller's fault."""
 
     http_status = 409
 

@@ -4,14 +4,19 @@ from typing import Any
 
 import torch
 from megatron.core.inference.config import InferenceConfig
+from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
 from torch import distributed
 
 from megallm.core_async.builder import build
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.engine import Engine
-from megallm.core_async.intake import Call, one_prompt
+from megallm.core_async.intake import Call
+from megallm.core_async.plan.prompts import one_prompt
 from megallm.core_async.sampling_params import SamplingParams
 from megallm.core_async.tokenizers import TokenizerAdapter
+
+type Params = MegatronSamplingParams | list[MegatronSamplingParams] | None
+"""One for all prompts, or one for each; megatron-core's own class or ours. None: the defaults."""
 
 
 class LLMBase:
@@ -62,7 +67,7 @@ class LLMBase:
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether this process may call `generate`: global rank 0 in coordinator mode, every rank in direct mode."""
+        """Whether this process may call `generate`: with a coordinator global rank 0, else every rank."""
         return not self._use_coordinator or not distributed.is_initialized() or distributed.get_rank() == 0
 
     def _call(
@@ -86,8 +91,9 @@ class LLMBase:
 
     def _require_primary(self) -> None:
         if not self.is_primary_rank:
+            rank = distributed.get_rank()
             raise RuntimeError(
-                f"generate() runs on the primary rank in coordinator mode; this is global rank {distributed.get_rank()}"
+                f"generate() runs on the primary rank in coordinator mode; this is global rank {rank}"
             )
 
     def _require_coordinator(self, call: str) -> None:
@@ -96,7 +102,7 @@ class LLMBase:
 
 
 class ContextView:
-    """Limits and counts of an engine under the names of megatron-core's DynamicInferenceContext. Read-only."""
+    """Limits and counts of an engine, read-only, by the names of megatron-core's DynamicInferenceContext."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

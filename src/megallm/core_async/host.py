@@ -106,7 +106,7 @@ class EngineHost:
             self._loop.stop()
 
     def close_with(self, owner: object) -> "weakref.finalize[[EngineHost, str], object]":
-        """Closes the host when `owner` is collected, or at exit; gives the finaliser to detach when it is closed."""
+        """Closes the host when `owner` is collected, or at exit; whoever closes it detaches the finaliser."""
         return weakref.finalize(owner, _close_forgotten, self, type(owner).__name__)
 
 

@@ -5,7 +5,7 @@ is data: that prompt's result says so and its neighbours run. Touches no loop: c
 thread, and slow for long texts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct, structs
@@ -13,10 +13,9 @@ from msgspec import Struct, structs
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.errors import InvalidRequestError
 from megallm.core_async.messages import NewRequest, RequestId, TextSpec, pack_ints
+from megallm.core_async.plan.prompts import Prompt, check_multi_modal, check_prompts, params_per_prompt
 from megallm.core_async.plan.sampling import MAX_SEED, Resolved, resolve
 from megallm.core_async.tokenizers import TokenizerAdapter
-
-type Prompt = str | list[int]
 
 
 class Entry(Struct):
@@ -70,7 +69,7 @@ class Intake:
         Raises: TypeError, ValueError, NotImplementedError for the call as a whole.
         """
         checked, is_single = check_prompts(prompts)
-        all_params = _params_per_prompt(sampling_params, len(checked))
+        all_params = params_per_prompt(sampling_params, len(checked))
         check_multi_modal(multi_modal_data, len(checked), is_single=is_single)
         resolved_by_id: dict[int, Resolved] = {}
         entries: list[Entry] = []
@@ -82,14 +81,19 @@ class Intake:
                 resolved_by_id[id(params)] = resolved
             entries.append(Entry(self._next_id(), prompt, [], params))
         for entry in entries:
-            self._fill(entry, resolved_by_id[id(entry.params)], is_streamed, reports_progress)
+            self._fill(
+                entry,
+                resolved_by_id[id(entry.params)],
+                is_streamed=is_streamed,
+                reports_progress=reports_progress,
+            )
         return Call(entries, is_single)
 
-    def _fill(self, entry: Entry, resolved: Resolved, is_streamed: bool, reports_progress: bool) -> None:
+    def _fill(self, entry: Entry, resolved: Resolved, *, is_streamed: bool, reports_progress: bool) -> None:
         """Tokenises one prompt and writes its request, or why there is none."""
         entry.token_ids = self._token_ids(entry.prompt, resolved)
         max_new = self._max_new_tokens(entry, resolved)
-        if entry.error is not None or not max_new:
+        if entry.error is not None or not (max_new or resolved.scores_prompt):
             return
         sampling = resolved.sampling
         if not resolved.has_seed:
@@ -106,7 +110,11 @@ class Intake:
                 keep_stop=resolved.keep_stop,
                 is_streamed=is_streamed,
                 reports_progress=reports_progress,
+                wants_log_probs=sampling.wants_log_probs,
+                num_top=sampling.num_top,
             ),
+            min_new_tokens=min(resolved.min_new, max_new),
+            scores_prompt=resolved.scores_prompt,
         )
 
     def _token_ids(self, prompt: Prompt, resolved: Resolved) -> list[int]:
@@ -142,7 +150,8 @@ class Intake:
             )
         elif resolved.num_total is not None and resolved.num_total < length:
             entry.error = InvalidRequestError(
-                f"prompt has {length:,} tokens, num_tokens_total is {resolved.num_total:,}; raise it or shorten the prompt"
+                f"prompt has {length:,} tokens, num_tokens_total is {resolved.num_total:,};"
+                " raise it or shorten the prompt"
             )
         if resolved.num_total is not None:
             wanted = resolved.num_total - length
@@ -153,117 +162,3 @@ class Intake:
     def _seed(self, request_id: int) -> int:
         """Gives an unseeded request its seed: another for each, the same ones in each run of a script."""
         return (self._config.sampling_seed * 0x9E3779B97F4A7C15 + request_id * 0xBF58476D1CE4E5B9) & MAX_SEED
-
-
-def check_prompts(prompts: object) -> tuple[list[Prompt], bool]:
-    """Gives the prompts as a list, and whether one came on its own.
-
-    Raises: TypeError naming what came, and where.
-    """
-    if isinstance(prompts, str):
-        return [prompts], True
-    if not isinstance(prompts, list):
-        raise TypeError(
-            f"prompts is a {type(prompts).__name__}; give str, list[int], list[str] or list[list[int]]"
-        )
-    if not prompts:
-        return [], False
-    first = prompts[0]
-    if _is_token(first):
-        _check_tokens(prompts, "prompts")
-        return [prompts], True
-    for index, prompt in enumerate(prompts):
-        if isinstance(first, str) and isinstance(prompt, str):
-            continue
-        if isinstance(first, list) and isinstance(prompt, list):
-            _check_tokens(prompt, f"prompts[{index}]")
-            continue
-        where = f"prompts[{index}] is a {type(prompt).__name__}"
-        raise TypeError(f"{where}; give str, list[int], list[str] or list[list[int]], one kind throughout")
-    return list(prompts), False
-
-
-def one_prompt(prompt: object) -> object:
-    """Gives a prompt that has to be a single one.
-
-    Raises: TypeError when a batch came.
-    """
-    checked, is_single = check_prompts(prompt)
-    if not is_single:
-        raise TypeError(f"prompt is a list of {len(checked)} prompts; stream one at a time, str or list[int]")
-    return prompt
-
-
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_tokens(tokens: Sequence[object], where: str) -> None:
-    for index, token in enumerate(tokens):
-        if not _is_token(token):
-            raise TypeError(f"{where}[{index}] is a {type(token).__name__}, {token!r}; a token id is an int")
-
-
-def _params_per_prompt(sampling_params: object, num_prompts: int) -> list[Any]:
-    if isinstance(sampling_params, list):
-        if len(sampling_params) != num_prompts:
-            raise ValueError(
-                f"{len(sampling_params)} sampling_params came for {num_prompts} prompts; give one of each"
-            )
-        return sampling_params
-    if not hasattr(sampling_params, "temperature"):
-        raise TypeError(
-            f"sampling_params is a {type(sampling_params).__name__}; give SamplingParams or a list of them"
-        )
-    return [sampling_params] * num_prompts
-
-
-def check_multi_modal(multi_modal_data: object, num_prompts: int, *, is_single: bool) -> None:
-    """Checks the shape of `multi_modal_data` against the prompts.
-
-    Raises: TypeError and ValueError for a wrong shape; NotImplementedError for audio; ValueError
-    for images and videos, since no model with a vision part is supported.
-    """
-    if multi_modal_data is None:
-        return
-    if is_single:
-        if not isinstance(multi_modal_data, dict):
-            raise TypeError(
-                f"multi_modal_data is a {type(multi_modal_data).__name__}; one prompt takes a dict or None"
-            )
-        items: list[object] = [multi_modal_data]
-    else:
-        if not isinstance(multi_modal_data, list):
-            raise TypeError(
-                f"multi_modal_data is a {type(multi_modal_data).__name__}; a batch takes a list of dict or None"
-            )
-        if len(multi_modal_data) != num_prompts:
-            raise ValueError(
-                f"multi_modal_data has {len(multi_modal_data)} entries for {num_prompts} prompts; give one of each"
-            )
-        items = multi_modal_data
-    for index, item in enumerate(items):
-        if item is None:
-            continue
-        if not isinstance(item, dict):
-            raise TypeError(f"multi_modal_data[{index}] is a {type(item).__name__}; give a dict or None")
-        _check_modalities(item)
-
-
-def _check_modalities(item: dict[object, object]) -> None:
-    if "audio" in item:
-        raise NotImplementedError(
-            "multi_modal_data has 'audio'; no audio preprocessing or model is supported"
-        )
-    if "image" in item and "video" in item:
-        raise NotImplementedError(
-            "multi_modal_data has 'image' and 'video'; one request takes one of the two"
-        )
-    for modality in ("image", "video"):
-        if modality in item:
-            raise ValueError(
-                f"multi_modal_data has {modality!r} and the model has no vision part; leave it out or load a model with one"
-            )
-    unknown = sorted(map(str, item))
-    if unknown:
-        raise ValueError(f"multi_modal_data has {', '.join(unknown)}; known are image, video and audio")

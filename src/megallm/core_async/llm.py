@@ -1,7 +1,7 @@
 """MegatronAsyncLLM: the engine for programs that have an event loop, trio's or asyncio's."""
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
@@ -12,13 +12,14 @@ from anyio.abc import TaskGroup
 from megatron.core.inference.config import InferenceConfig
 
 from megallm.core_async.errors import EngineStoppedError
-from megallm.core_async.facade import LLMBase
+from megallm.core_async.facade import LLMBase, Params
 from megallm.core_async.generation import results_of, run_to_completion
 from megallm.core_async.host import EngineHost
 from megallm.core_async.intake import Call
 from megallm.core_async.kit.call_queue import CallQueue
 from megallm.core_async.kit.foreign import wait_for
 from megallm.core_async.loop_thread import Backend
+from megallm.core_async.plan.prompts import Prompt, Prompts
 from megallm.core_async.result import Result
 from megallm.core_async.streaming import AsyncStream, StreamState
 
@@ -98,9 +99,9 @@ class MegatronAsyncLLM(LLMBase):
 
     async def generate(
         self,
-        prompts: Any,
-        sampling_params: Any = None,
-        multi_modal_data: Any = None,  # checked below
+        prompts: Prompts,
+        sampling_params: Params = None,
+        multi_modal_data: object = None,
     ) -> Result | list[Result]:
         """Runs one prompt or a batch and waits for the output.
 
@@ -119,9 +120,9 @@ class MegatronAsyncLLM(LLMBase):
 
     def stream(
         self,
-        prompt: Any,
-        sampling_params: Any = None,
-        multi_modal_data: Any = None,  # checked below
+        prompt: Prompt,
+        sampling_params: Params = None,
+        multi_modal_data: object = None,
     ) -> AsyncStream:
         """Gives one prompt's output as it comes: an async iterator of `Delta`.
 
@@ -180,7 +181,7 @@ class MegatronAsyncLLM(LLMBase):
         await self._in_engine_loop(self._parts.engine.set_generation_epoch, epoch)
 
     @contextlib.asynccontextmanager
-    async def updating_weights(self, epoch: int) -> AsyncIterator[None]:
+    async def updating_weights(self, epoch: int) -> AsyncGenerator[None]:
         """Holds the engine suspended while the block changes the model's weights in place.
 
         Pauses and suspends before the block; sets the epoch, resumes and unpauses after it. When
@@ -197,7 +198,10 @@ class MegatronAsyncLLM(LLMBase):
                 await self.unpause()
 
     async def shutdown(self) -> None:
-        """Stops the engine and gives the model back; pending calls end with EngineStoppedError. Idempotent."""
+        """Stops the engine and gives the model back; idempotent.
+
+        Pending calls end with EngineStoppedError.
+        """
         if self._host is not None:
             self._finalizer.detach()
             await anyio.to_thread.run_sync(self._host.close)
@@ -244,9 +248,9 @@ class MegatronAsyncLLM(LLMBase):
             )
         return self._calls.submit(_awaited, coroutine).result()
 
-    async def _prepare(self, prompts: object, sampling_params: object, multi_modal_data: object) -> Call:
+    async def _prepare(self, prompts: Prompts, sampling_params: Params, multi_modal_data: object) -> Call:
         """Checks and tokenises, off the loop when that takes long."""
-        if isinstance(prompts, list | str) and _num_characters(prompts) > LONG_CALL:
+        if _num_characters(prompts) > LONG_CALL:
             return await anyio.to_thread.run_sync(self._call, prompts, sampling_params, multi_modal_data)
         return self._call(prompts, sampling_params, multi_modal_data)
 
@@ -267,5 +271,9 @@ async def _awaited[T](coroutine: Coroutine[Any, Any, T]) -> T:
     return await coroutine
 
 
-def _num_characters(prompts: list[object] | str) -> int:
-    return len(prompts) if isinstance(prompts, str) else sum(len(p) for p in prompts if isinstance(p, str))
+def _num_characters(prompts: Prompts) -> int:
+    return (
+        len(prompts)
+        if isinstance(prompts, str)
+        else sum(len(each) for each in prompts if isinstance(each, str))
+    )

@@ -5,10 +5,10 @@ thread keeps a program alive whose owner forgot it. This thread is a daemon. Kno
 """
 
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 
@@ -55,7 +55,7 @@ class LoopThread:
         """
         return self._calls.submit(function, *args)
 
-    async def start_task(self, function: Callable[..., Awaitable[object]]) -> None:
+    async def start_task(self, function: Callable[..., Coroutine[Any, Any, object]]) -> None:
         """Starts a task that lives until it ends or the loop stops, and waits until it says that it is ready.
 
         To be submitted. Raises: what the task raised before it was ready.

@@ -9,6 +9,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest, S
 from megallm.core_async.errors import InvalidRequestError
 from megallm.core_async.intake import Entry
 from megallm.core_async.messages import Completion
+from megallm.core_async.plan.output import Place, by_text
 from megallm.core_async.tokenizers import TokenizerAdapter
 
 
@@ -25,6 +26,8 @@ class Result(DynamicInferenceRequest):
     """"stop", "length", "abort" or "error", as the engine recorded it."""
     stop_reason: int | str | None = None
     """The token id or the stop word that ended it."""
+    num_evictions: int = 0
+    """How often its blocks were taken away, and its tokens computed again."""
 
 
 def failed_result(entry: Entry, error: InvalidRequestError, tokenizer: TokenizerAdapter) -> Result:
@@ -59,6 +62,10 @@ def completed_result(
     result.finish_reason = completion.finish_reason
     result.stop_reason = completion.stop_reason
     result.num_cached_tokens = completion.num_cached_tokens
+    result.num_evictions = completion.num_preemptions
+    result.policy_epoch = _marks(completion.policy_epoch)
+    result.kv_cache_epoch = _marks(completion.kv_cache_epoch)
+    _add_log_probs(result, completion, tokenizer)
     first_s, last_s = completion.first_token_s, completion.last_token_s
     if first_s is not None and last_s is not None:
         result.ttft = first_s - submitted_s
@@ -67,6 +74,27 @@ def completed_result(
             result.tpot = [(last_s - first_s) / (result.generated_length - 1)]
     result.add_event_finish()
     return result
+
+
+def _add_log_probs(result: Result, completion: Completion, tokenizer: TokenizerAdapter) -> None:
+    """Fills in log-probs; they stay None where they were not asked for, and are empty for a prompt skipped."""
+    if completion.log_probs is None:
+        return
+    lists: Any = result  # Any: megatron declares tensors here and gives lists
+    lists.generated_log_probs = completion.log_probs
+    lists.prompt_log_probs = completion.prompt_log_probs
+    params = result.sampling_params
+    if params is not None and params.top_n_logprobs > 0:
+        result.generated_top_n_logprobs = _by_text(completion.top, tokenizer)
+        result.prompt_top_n_logprobs = _by_text(completion.prompt_top, tokenizer)
+
+
+def _by_text(places: list[Place] | None, tokenizer: TokenizerAdapter) -> list[dict[str, float]]:
+    return [by_text(place, tokenizer.detokenize) for place in places or []]
+
+
+def _marks(epochs: tuple[tuple[int, int], ...] | None) -> list[tuple[int, int]] | None:
+    return None if epochs is None else list(epochs)
 
 
 def _result(entry: Entry, tokenizer: TokenizerAdapter) -> Result:

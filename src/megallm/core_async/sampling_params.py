@@ -22,3 +22,13 @@ class SamplingParams(MegatronSamplingParams):
     """Ids that end the output, beside `termination_id`."""
     ignore_eos: bool = False
     """Do not end at the tokenizer's eod; the same as `termination_id=-1`."""
+    min_tokens: int = 0
+    """Ids that end the output are not sampled before so many tokens."""
+    presence_penalty: float = 0.0
+    """-2 .. 2: taken off the logit of every token that the output holds."""
+    frequency_penalty: float = 0.0
+    """-2 .. 2: taken off the logit once for each time the output holds the token."""
+    repetition_penalty: float = 1.0
+    """Above 0: divides positive and multiplies negative logits of tokens in prompt and output; 1 is off."""
+    logit_bias: dict[int, float] | None = None
+    """Token id -> what is added to its logit, -100 .. 100."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Generator
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
@@ -10,10 +10,11 @@ from typing import Any, Self
 import torch
 from megatron.core.inference.config import InferenceConfig
 
-from megallm.core_async.facade import LLMBase
+from megallm.core_async.facade import LLMBase, Params
 from megallm.core_async.generation import results_of, run_to_completion
 from megallm.core_async.host import EngineHost
 from megallm.core_async.loop_thread import Backend
+from megallm.core_async.plan.prompts import Prompt, Prompts
 from megallm.core_async.result import Result
 from megallm.core_async.streaming import StreamState
 from megallm.sync.progress import ProgressBar, wants_bar
@@ -68,9 +69,9 @@ class MegatronLLM(LLMBase):
 
     def generate(
         self,
-        prompts: Any,  # checked below
-        sampling_params: Any = None,
-        multi_modal_data: Any = None,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        multi_modal_data: object = None,
         *,
         progress: bool | None = None,
     ) -> list[Result]:
@@ -85,7 +86,7 @@ class MegatronLLM(LLMBase):
         runs; EngineBusy, EngineStoppedError, EngineDeadError.
         """
         num_prompts = len(prompts) if isinstance(prompts, list) else 1
-        shows_bar = wants_bar(progress, num_prompts)
+        shows_bar = wants_bar(num_prompts, progress=progress)
         call = self._call(prompts, sampling_params, multi_modal_data, reports_progress=shows_bar)
         with contextlib.closing(ProgressBar(call)) if shows_bar else contextlib.nullcontext() as bar:
             outcome = self._host.call(run_to_completion, self._parts.engine, call.requests, bar)
@@ -93,9 +94,9 @@ class MegatronLLM(LLMBase):
 
     def stream(
         self,
-        prompt: Any,
-        sampling_params: Any = None,
-        multi_modal_data: Any = None,  # checked below
+        prompt: Prompt,
+        sampling_params: Params = None,
+        multi_modal_data: object = None,
     ) -> SyncStream:
         """Gives one prompt's output as it comes: an iterator of `Delta`.
 
@@ -153,7 +154,7 @@ class MegatronLLM(LLMBase):
         self._host.call(self._parts.engine.set_generation_epoch, epoch)
 
     @contextlib.contextmanager
-    def updating_weights(self, epoch: int) -> Iterator[None]:
+    def updating_weights(self, epoch: int) -> Generator[None]:
         """Holds the engine suspended while the block changes the model's weights in place.
 
         Pauses and suspends before the block; sets the epoch, resumes and unpauses after it. When

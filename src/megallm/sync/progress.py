@@ -2,6 +2,7 @@
 
 import sys
 import time
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -9,7 +10,7 @@ from megallm.core_async.intake import Call
 from megallm.core_async.messages import Completion
 
 
-class _Bar(tqdm):
+class _Bar(tqdm[NoReturn]):
     """tqdm without its monitor thread."""
 
     monitor_interval = 0
@@ -55,6 +56,6 @@ class ProgressBar:
         )
 
 
-def wants_bar(progress: bool | None, num_prompts: int) -> bool:  # the public argument's value
+def wants_bar(num_prompts: int, *, progress: bool | None) -> bool:  # the public argument's value
     """Gives whether to show a bar: as asked, else for more than one prompt on a terminal."""
     return (num_prompts > 1 and sys.stderr.isatty()) if progress is None else progress

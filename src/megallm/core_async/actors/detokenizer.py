@@ -17,7 +17,7 @@ from megallm.core_async.messages import (
     unpack_floats,
     unpack_ints,
 )
-from megallm.core_async.plan.output import Output, places_of
+from megallm.core_async.plan.output import Output, Place, places_of
 from megallm.core_async.step_times import StepTimes
 
 type Parcel = Delta | Completion | Progress
@@ -76,7 +76,8 @@ class Detokenizer(Actor[TokenBatch]):
     def _add_log_probs(self, batch: TokenBatch) -> None:
         """Appends the log-probs of a batch, where a request wants them."""
         log_probs = unpack_floats(batch.log_probs)
-        places = places_of(batch.top) if batch.top is not None else [[] for _ in log_probs]
+        no_place: Place = []
+        places = places_of(batch.top) if batch.top is not None else [no_place] * len(log_probs)
         for request_id, log_prob, place in zip(batch.requests, log_probs, places, strict=True):
             output = self._outputs.get(request_id)
             if output is not None and output.spec.wants_log_probs:

@@ -112,8 +112,8 @@ class Scheduler(Actor[SchedulerMessage]):
         queue = self._waiting if self._held is None else self._held
         room = self._max_waiting - len(queue)
         if len(requests) > room:
-            message = f"{len(requests)} requests came and {room} more may wait, of {self._max_waiting}; try again later"
-            raise Refusal(EngineBusy(message))
+            message = f"{len(requests)} requests came and {room} more may wait, of {self._max_waiting}"
+            raise Refusal(EngineBusy(f"{message}; try again later"))
         for new in requests:
             request = Request(new, self._epoch)
             self._requests[request.request_id] = request
@@ -202,7 +202,7 @@ class Scheduler(Actor[SchedulerMessage]):
                 self._held = deque(request for request in self._held if request.finish_reason is None)
 
     def _release_row(self, request: Request) -> None:
-        """Takes the row back; steps in flight may still write to its blocks, and run before any later step."""
+        """Takes the row back. Steps in flight may still write to its blocks; they run before later ones."""
         del self._requests_by_row[request.row]
         self._released.append(request.row)
         self._free_rows.append(request.row)
@@ -228,9 +228,9 @@ class Scheduler(Actor[SchedulerMessage]):
         if not (growing or choice.admissions or self._released):
             return None
         growing.sort(key=_order)
-        ends = {request: length for request, length in choice.chunks}
+        lengths = dict(choice.chunks)
         rows = [request.row for request in growing]
-        num_tokens = [request.num_computed + ends.get(request, 1) for request in growing]
+        num_tokens = [request.num_computed + lengths.get(request, 1) for request in growing]
         candidates = self._free_rows[: -len(choice.admissions) - 1 : -1]
         rows += candidates
         num_tokens += [length for _, length in choice.admissions]

@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kCacheTile = 64;   // cached tokens looked at together
 constexpr int64_t kQueryTile = 96;   // query heads that share a look at the cache, where a row has as many
-constexpr int kValueVectors = 4;     // vectors of a value that are summed at a time
+constexpr float kNoKey[kLanes] = {};
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 // One kv head's keys or values of some tokens, through their slots.
@@ -29,33 +29,67 @@ struct CachedRows {
   int64_t stride;
   const int64_t* slots;
   const float* operator[](int64_t token) const { return first + slots[token] * stride; }
-  CachedRows from(int64_t token) const { return {first, stride, slots + token}; }
+  void fetch(int64_t begin, int64_t end, int64_t width) const {
+    for (int64_t token = begin; token < end; token++) {
+      for (int64_t d = 0; d < width; d += 16) __builtin_prefetch((*this)[token] + d, 0, 2);
+    }
+  }
+  CachedRows shifted(int64_t d) const { return {first + d, stride, slots}; }
 };
 
-// Weighted sums of values: out[m] = out[m] * factors[m] + sum over tokens of weights[m][token] * values[token].
-template <int M, int V>
-inline void add_values(Rows weights, const float* factors, const CachedRows& values, int64_t begin, int64_t end,
-                       int64_t last_lanes, float* out, int64_t out_stride) {
-  Vector sums[M * V];
+// sums[m][lane] = sums[m][lane] * factors[m] (0 without factors) + sum over i in [begin, end) of weights[m][i] * rows[i][lane], for V
+// vectors of lanes, of which a last one alone may have fewer than kLanes to be read. i is added in order.
+template <int M, int V, typename RowsOfLanes>
+inline void add_weighted(Rows weights, const float* factors, const RowsOfLanes& rows, int64_t begin, int64_t end,
+                         int64_t last_lanes, float* sums, int64_t stride) {
+  Vector parts[M * V];
   UNROLL for (int m = 0; m < M; m++) {
-    UNROLL for (int v = 0; v < V; v++) sums[m * V + v] = load(out + m * out_stride + v * kLanes) * factors[m];
+    UNROLL for (int v = 0; v < V; v++) {
+      parts[m * V + v] = factors == nullptr ? Vector{} : load(sums + m * stride + v * kLanes) * factors[m];
+    }
   }
-  for (int64_t token = begin; token < end; token++) {
-    const float* const value = values[token];
-    Vector parts[V];
+  for (int64_t i = begin; i < end; i++) {
+    const float* const row = rows[i];
+    Vector lanes[V];
     UNROLL for (int v = 0; v < V; v++) {
       const bool is_whole = V > 1 || last_lanes == kLanes;
-      parts[v] = is_whole ? load(value + v * kLanes) : load_part(value + v * kLanes, last_lanes);
-      keep_in_register(parts[v]);
+      lanes[v] = is_whole ? load(row + v * kLanes) : load_part(row + v * kLanes, last_lanes);
+      keep_in_register(lanes[v]);
     }
     UNROLL for (int m = 0; m < M; m++) {
-      Vector weight = spread(weights[m][token]);
+      Vector weight = spread(weights[m][i]);
       keep_in_register(weight);
-      UNROLL for (int v = 0; v < V; v++) sums[m * V + v] += weight * parts[v];
+      UNROLL for (int v = 0; v < V; v++) parts[m * V + v] += weight * lanes[v];
     }
   }
   UNROLL for (int m = 0; m < M; m++) {
-    UNROLL for (int v = 0; v < V; v++) store(out + m * out_stride + v * kLanes, sums[m * V + v]);
+    UNROLL for (int v = 0; v < V; v++) store(sums + m * stride + v * kLanes, parts[m * V + v]);
+  }
+}
+
+// The same for `width` lanes and any number of sums.
+template <typename RowsOfLanes>
+inline void add_all_weighted(int64_t count, Rows weights, const float* factors, const RowsOfLanes& rows,
+                             int64_t begin, int64_t end, int64_t width, float* sums, int64_t stride) {
+  for (int64_t m = 0; m < count; m += kTileRows) {
+    for (int64_t d = 0; d < width;) {
+      const int64_t lanes = width - d, vectors = lanes >= 4 * kLanes ? 4 : lanes >= 2 * kLanes ? 2 : 1;
+      const auto add = [&](auto tile_rows) {
+        constexpr int M = decltype(tile_rows)::value;
+        const auto call = vectors == 4   ? add_weighted<M, 4, RowsOfLanes>
+                          : vectors == 2 ? add_weighted<M, 2, RowsOfLanes>
+                                         : add_weighted<M, 1, RowsOfLanes>;
+        call(weights.from(m), factors == nullptr ? nullptr : factors + m, rows.shifted(d), begin, end,
+             std::min<int64_t>(kLanes, lanes), sums + m * stride + d, stride);
+      };
+      switch (std::min<int64_t>(count - m, kTileRows)) {
+        case 1: add(std::integral_constant<int, 1>{}); break;
+        case 2: add(std::integral_constant<int, 2>{}); break;
+        case 3: add(std::integral_constant<int, 3>{}); break;
+        default: add(std::integral_constant<int, kTileRows>{});
+      }
+      d += vectors * kLanes;
+    }
   }
 }
 
@@ -105,17 +139,21 @@ struct PagedAttention {
  private:
   // What one thread needs for a tile of queries, one entry or row for each query head.
   struct Scratch {
+    std::vector<int64_t> slots;
     std::vector<float> floats;
-    float *queries, *scores, *sums, *largest, *totals, *factors;
+    float *queries, *keys, *scores, *sums, *largest, *totals, *factors;
     int64_t sums_stride;
 
     void shape(int64_t count, int64_t head_dim, int64_t value_dim) {
       sums_stride = (value_dim + kLanes - 1) / kLanes * kLanes;
       const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
-      const int64_t needed = count * (kCacheTile + sums_stride) + padded * 3 + count * head_dim + kLanes;
+      const int64_t key_rows = (head_dim + kLanes - 1) / kLanes * kLanes;
+      const int64_t needed =
+          (count + key_rows) * kCacheTile + count * sums_stride + padded * 3 + count * head_dim + kLanes;
       if (static_cast<int64_t>(floats.size()) < needed) floats.resize(needed);
       const auto address = reinterpret_cast<uintptr_t>(floats.data());
-      scores = floats.data() + (-address % VECTOR_BYTES) / sizeof(float);
+      keys = floats.data() + (-address % VECTOR_BYTES) / sizeof(float);
+      scores = keys + key_rows * kCacheTile;
       sums = scores + count * kCacheTile;
       largest = sums + count * sums_stride;
       totals = largest + padded;
@@ -127,8 +165,17 @@ struct PagedAttention {
     }
   };
 
-  int64_t slot(int64_t row, int64_t position) const {
-    return block_tables[row * table_stride + position / block_size] * block_size + position % block_size;
+  // The slots of a row's tokens [begin, end), in places counted from the start of the tile that begin is in.
+  void find_slots(Scratch& scratch, int64_t row, int64_t begin, int64_t end) const {
+    const int64_t first_tile = begin / kCacheTile * kCacheTile;
+    if (static_cast<int64_t>(scratch.slots.size()) < end - first_tile) scratch.slots.resize(end - first_tile);
+    const int32_t* const table = block_tables + row * table_stride;
+    for (int64_t position = begin; position < end;) {
+      const int64_t offset = position % block_size, first = table[position / block_size] * block_size + offset;
+      const int64_t count = std::min(block_size - offset, end - position);
+      for (int64_t i = 0; i < count; i++) scratch.slots[position - first_tile + i] = first + i;
+      position += count;
+    }
   }
 
   // `num_queries` queries of a row, all heads of a group.
@@ -146,13 +193,22 @@ struct PagedAttention {
     }
     const int64_t end = first_position + num_queries;
     const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, first_position - window);
-    for (int64_t tile = begin / kCacheTile * kCacheTile; tile < end; tile += kCacheTile) {
-      int64_t slots[kCacheTile];
+    const int64_t first_tile = begin / kCacheTile * kCacheTile;
+    find_slots(scratch, row, begin, end);
+    for (int64_t tile = first_tile; tile < end; tile += kCacheTile) {
       const int64_t skipped = std::max<int64_t>(0, begin - tile), tokens = std::min(kCacheTile, end - tile);
-      for (int64_t t = 0; t < tokens; t++) slots[t] = slot(row, std::max(tile + t, begin));
-      score(scratch, count, {keys + kv_head * head_dim, kv_heads * head_dim, slots}, skipped, tokens);
-      for (int64_t i = 0; i < count; i++) weigh(scratch, i, tile, tokens, first_position + i / group);
-      add(scratch, count, {values + kv_head * value_dim, kv_heads * value_dim, slots}, skipped, tokens);
+      const int64_t* const slots = scratch.slots.data() + (tile - first_tile);
+      const int64_t width = (tokens + kLanes - 1) / kLanes * kLanes;
+      const CachedRows tile_keys{keys + kv_head * head_dim, kv_heads * head_dim, slots};
+      const CachedRows tile_values{values + kv_head * value_dim, kv_heads * value_dim, slots};
+      tile_values.fetch(skipped, tokens, value_dim);
+      tile_keys.fetch(kCacheTile, std::min(2 * kCacheTile, end - tile), head_dim);
+      turn_keys(scratch, tile_keys, skipped, tokens);
+      add_all_weighted(count, {scratch.queries, head_dim}, nullptr, Rows{scratch.keys, kCacheTile}, 0, head_dim,
+                       width, scratch.scores, kCacheTile);
+      for (int64_t i = 0; i < count; i++) weigh(scratch, i, tile, width, first_position + i / group);
+      add_all_weighted(count, {scratch.scores, kCacheTile}, scratch.factors, tile_values, skipped, tokens,
+                       value_dim, scratch.sums, scratch.sums_stride);
     }
     for (int64_t i = 0; i < count; i++) {
       float* const result =
@@ -162,24 +218,29 @@ struct PagedAttention {
     }
   }
 
-  // scores[i][token] = query i times key, for tokens [begin, end) of the tile.
-  void score(const Scratch& scratch, int64_t count, const CachedRows& tile_keys, int64_t begin, int64_t end) const {
-    const Rows queries{scratch.queries, head_dim};
-    int64_t token = begin;
-    for (; token + kTileColumns <= end; token += kTileColumns) {
-      product_columns<kTileColumns, 0, true>(queries, count, tile_keys.from(token), head_dim, queries,
-                                             {scratch.scores + token, kCacheTile, false});
-    }
-    for (; token < end; token++) {
-      product_columns<1, 0, true>(queries, count, tile_keys.from(token), head_dim, queries,
-                                  {scratch.scores + token, kCacheTile, false});
+  // Lays the keys of tokens [begin, end) out by dimension: keys[d][token]. Those of other tokens in the same
+  // vectors are 0.
+  void turn_keys(const Scratch& scratch, const CachedRows& tile_keys, int64_t begin, int64_t end) const {
+    for (int64_t token = begin / kLanes * kLanes; token < end; token += kLanes) {
+      const float* rows[kLanes];
+      UNROLL for (int i = 0; i < kLanes; i++) {
+        rows[i] = begin <= token + i && token + i < end ? tile_keys[token + i] : kNoKey;
+      }
+      for (int64_t d = 0; d < head_dim; d += kLanes) {
+        Vector square[kLanes];
+        UNROLL for (int i = 0; i < kLanes; i++) {
+          const float* const key = rows[i] == kNoKey ? kNoKey : rows[i] + d;
+          square[i] = d + kLanes <= head_dim ? load(key) : load_part(key, head_dim - d);
+        }
+        transpose(square);
+        UNROLL for (int i = 0; i < kLanes; i++) store(scratch.keys + (d + i) * kCacheTile + token, square[i]);
+      }
     }
   }
 
   // Turns a query's scores into weights relative to the largest score so far, 0 for tokens it must not see.
-  void weigh(const Scratch& scratch, int64_t i, int64_t tile, int64_t tokens, int64_t position) const {
+  void weigh(const Scratch& scratch, int64_t i, int64_t tile, int64_t width, int64_t position) const {
     float* const scores = scratch.scores + i * kCacheTile;
-    const int64_t width = (tokens + kLanes - 1) / kLanes * kLanes;
     const int64_t first = window < 0 ? 0 : std::clamp<int64_t>(position - window - tile, 0, width);
     const int64_t last = std::clamp<int64_t>(position + 1 - tile, first, width);
     std::fill(scores, scores + first, kNever);
@@ -198,31 +259,6 @@ struct PagedAttention {
     scratch.factors[i] = before == now ? 1.0f : exponential(spread(before) - base)[0];
     scratch.totals[i] = scratch.totals[i] * scratch.factors[i] + lane_sum(total);
     scratch.largest[i] = now;
-  }
-
-  // sums[i] = sums[i] * factors[i] + weights times values, for tokens [begin, end) of the tile.
-  void add(const Scratch& scratch, int64_t count, const CachedRows& tile_values, int64_t begin, int64_t end) const {
-    for (int64_t i = 0; i < count; i += kTileRows) {
-      const Rows weights{scratch.scores + i * kCacheTile, kCacheTile};
-      float* const sums = scratch.sums + i * scratch.sums_stride;
-      for (int64_t d = 0; d < value_dim;) {
-        const CachedRows part{tile_values.first + d, tile_values.stride, tile_values.slots};
-        const bool is_wide = d + kValueVectors * kLanes <= value_dim;
-        const int64_t lanes = is_wide ? kLanes : std::min<int64_t>(kLanes, value_dim - d);
-        const auto add_rows = [&](auto rows_of_tile) {
-          constexpr int M = decltype(rows_of_tile)::value;
-          const auto call = is_wide ? add_values<M, kValueVectors> : add_values<M, 1>;
-          call(weights, scratch.factors + i, part, begin, end, lanes, sums + d, scratch.sums_stride);
-        };
-        switch (std::min<int64_t>(count - i, kTileRows)) {
-          case 1: add_rows(std::integral_constant<int, 1>{}); break;
-          case 2: add_rows(std::integral_constant<int, 2>{}); break;
-          case 3: add_rows(std::integral_constant<int, 3>{}); break;
-          default: add_rows(std::integral_constant<int, kTileRows>{});
-        }
-        d += is_wide ? kValueVectors * kLanes : kLanes;
-      }
-    }
   }
 };
 

@@ -237,7 +237,7 @@ class CompiledKernels(TorchKernels):
         assert out.is_contiguous()
         token_stride, head_stride, dim_stride = q.stride()
         _, block_size, kv_heads, head_dim = k_cache.shape
-        assert dim_stride == 1 and q.shape[2] == head_dim, (q.shape, q.stride(), k_cache.shape)  # noqa: PT018
+        assert dim_stride == 1 and q.shape[2] == head_dim, (q.shape, q.stride(), k_cache.shape)
         refused = self._paged_attention(
             q.data_ptr(),
             token_stride,

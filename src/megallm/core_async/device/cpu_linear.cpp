@@ -30,6 +30,7 @@ struct Rows {
   int64_t stride;
   const float* operator[](int64_t row) const { return first + row * stride; }
   Rows from(int64_t row) const { return {(*this)[row], stride}; }
+  Rows shifted(int64_t d) const { return {first + d, stride}; }
 };
 
 // Where the sums of a tile go: replacing what is there, or added to it.

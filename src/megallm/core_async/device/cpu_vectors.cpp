@@ -60,7 +60,7 @@ inline void keep_in_register(Vector& value) {
 #endif
 }
 
-// ---- sums over lanes -----------------------------------------------------------------------------
+// ---- lanes of several vectors --------------------------------------------------------------------
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define PICK(first, second, ...) __builtin_shufflevector(first, second, __VA_ARGS__)
@@ -68,20 +68,36 @@ inline void keep_in_register(Vector& value) {
 #define PICK(first, second, ...) __builtin_shuffle(first, second, Lanes{__VA_ARGS__})
 #endif
 
-// Lanes in blocks of `Distance`: even blocks of the result come from `first`, odd ones from `second`,
-// and each is the sum of two neighbouring blocks.
-template <int Distance, int... Lane>
-inline Vector fold(Vector first, Vector second, std::integer_sequence<int, Lane...>) {
+template <int Distance, int Odd, int... Lane>
+inline Vector interleave(Vector first, Vector second, std::integer_sequence<int, Lane...>) {
   return PICK(first, second,
-              (Lane / Distance % 2 * kLanes + Lane / (2 * Distance) * 2 * Distance + Lane % Distance)...) +
-         PICK(first, second,
               (Lane / Distance % 2 * kLanes + Lane / (2 * Distance) * 2 * Distance + Lane % Distance +
-               Distance)...);
+               Odd * Distance)...);
+}
+
+// Of lanes in blocks of `Distance`, the even (Odd = 0) or odd blocks of both, taken in turn.
+template <int Distance, int Odd>
+inline Vector interleave(Vector first, Vector second) {
+  return interleave<Distance, Odd>(first, second, std::make_integer_sequence<int, kLanes>{});
+}
+
+// Rows become columns: lane j of vector i goes to lane i of vector j.
+template <int Distance = kLanes / 2>
+inline void transpose(Vector* square) {
+  if constexpr (Distance > 0) {
+    UNROLL for (int i = 0; i < kLanes; i++) {
+      if ((i & Distance) != 0) continue;
+      const Vector first = square[i], second = square[i + Distance];
+      square[i] = interleave<Distance, 0>(first, second);
+      square[i + Distance] = interleave<Distance, 1>(first, second);
+    }
+    transpose<Distance / 2>(square);
+  }
 }
 
 template <int Distance>
 inline Vector fold(Vector first, Vector second) {
-  return fold<Distance>(first, second, std::make_integer_sequence<int, kLanes>{});
+  return interleave<Distance, 0>(first, second) + interleave<Distance, 1>(first, second);
 }
 
 template <int Count, int Stride>
@@ -113,10 +129,14 @@ inline float lane_sum(Vector vector) { return lane_sums<1>(&vector)[0]; }
 
 inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 
+template <int Distance = kLanes / 2>
 inline float largest_lane(Vector vector) {
-  float largest = vector[0];
-  UNROLL for (int lane = 1; lane < kLanes; lane++) largest = vector[lane] > largest ? vector[lane] : largest;
-  return largest;
+  if constexpr (Distance == 0) {
+    return vector[0];
+  } else {
+    return largest_lane<Distance / 2>(
+        larger(interleave<Distance, 0>(vector, vector), interleave<Distance, 1>(vector, vector)));
+  }
 }
 
 // ---- the exponential -----------------------------------------------------------------------------

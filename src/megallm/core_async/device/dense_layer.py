@@ -63,8 +63,8 @@ class TorchOps:
 
 
 def dense_layer(
-    layer: MegatronModule, attend: Attend, ops: LayerOps, megatrons: Callable[..., object]
-) -> Callable[..., object]:
+    layer: MegatronModule, attend: Attend, ops: LayerOps, megatrons: Callable[..., tuple[Tensor, None]]
+) -> Callable[..., tuple[Tensor, None]]:
     """Gives a layer's forward over `[tokens, 1, hidden]`, as a step needs it.
 
     `megatrons` is the layer's own forward: it runs where somebody hooked a module inside the layer.
@@ -80,7 +80,7 @@ def dense_layer(
     head_dim: int = attention.hidden_size_per_attention_head
     query_norm, key_norm = _norm_or_none(attention.q_layernorm), _norm_or_none(attention.k_layernorm)
 
-    def forward(hidden_states: Tensor, **others: object) -> object:
+    def forward(hidden_states: Tensor, **others: object) -> tuple[Tensor, None]:
         if any(hooks):
             return megatrons(hidden_states=hidden_states, **others)
         hidden = hidden_states[:, 0]

@@ -15,8 +15,10 @@ type MegatronModule = Any  # megatron's modules are untyped, and their attribute
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-def plain_linear(linear: MegatronModule) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Gives a parallel linear layer's forward for a group of one.
+def plain_linear(
+    linear: MegatronModule, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Gives a parallel linear layer's forward for a group of one, by `product(rows, weight, bias)`.
 
     The bias is added or handed on, as the layer is made. Spares it an autograd function and collectives.
     """
@@ -29,8 +31,8 @@ def plain_linear(linear: MegatronModule) -> Callable[..., tuple[Tensor, Tensor |
         del runtime_gather_output
         matrix = linear.weight if weight is None else weight
         if linear.skip_bias_add:
-            return functional.linear(input_, matrix), linear.bias
-        return functional.linear(input_, matrix, linear.bias), None
+            return product(input_, matrix, None), linear.bias
+        return product(input_, matrix, linear.bias), None
 
     return forward
 

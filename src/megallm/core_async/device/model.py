@@ -114,7 +114,7 @@ class ModelHook:
         assert not any(module.training for module in self._model.modules()), "the model is in training mode"
         try:
             self._bind_rotary(max_positions)
-            self._bind_detours()
+            self._bind_detours(ops)
             for site, cache in zip(self._sites, caches, strict=True):
                 self._bind_attention(attention, site, cache, ops)
             handle = self._model.output_layer.register_forward_pre_hook(self._only_rows_with_logits)
@@ -205,11 +205,11 @@ class ModelHook:
             rows = step.angles[id(angles)] = angles.index_select(0, step.inputs.batch.positions)
         return rows
 
-    def _bind_detours(self) -> None:
+    def _bind_detours(self, ops: LayerOps) -> None:
         """Spares modules what megatron does for gradients, for groups of one, and for CUDA."""
         for module in self._model.modules():
             if _is_plain_linear(module):
-                self._swap(module, "forward", plain_linear(module))
+                self._swap(module, "forward", plain_linear(module, ops.linear))
             elif isinstance(module, Router) and self.shape.device.type == "cpu":
                 self._swap(module, "gating", router_gate(module))
 

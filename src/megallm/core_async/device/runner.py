@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from megallm.core_async.config import EngineConfig, ModelLimits
-from megallm.core_async.device.attention import Attention, refusals
-from megallm.core_async.device.attention_sdpa import SdpaAttention
-from megallm.core_async.device.dense_layer import TorchOps
+from megallm.core_async.device.attention import Attention
+from megallm.core_async.device.backends import backend_for, check_backend
 from megallm.core_async.device.kv_cache import CacheShape, PagedCache, bytes_per_token
 from megallm.core_async.device.memory import free_bytes
 from megallm.core_async.device.model import ModelHook, ModelShape
 from megallm.core_async.device.rows import Rows
 from megallm.core_async.device.sampler import Sampled, sample
 from megallm.core_async.device.step_inputs import StepInputs, inputs_of
-from megallm.core_async.errors import NonFiniteLogitsError, UnsupportedModelError
+from megallm.core_async.errors import NonFiniteLogitsError
 from megallm.core_async.messages import Floats, Ints, StepPlan, StepResult
 
 
@@ -34,7 +33,8 @@ class TorchRunner:
         limits = (shape.max_positions, config.max_sequence_length)
         assert limits[0] is None or limits[0] >= limits[1], f"positions and max_sequence_length: {limits}"
         self._device = shape.device
-        self._attention = _attention_of(config, self._hook)
+        check_backend(config.attention_backend, shape.device)
+        self._attention: Attention | None = None
         self._cache = PagedCache(
             _cache_shapes(shape),
             num_blocks=config.num_blocks,
@@ -51,7 +51,8 @@ class TorchRunner:
 
     @property
     def attention_name(self) -> str:
-        """The attention backend in use."""
+        """The attention backend in use; known once started."""
+        assert self._attention is not None, "the runner is not started"
         return self._attention.name
 
     @property
@@ -61,14 +62,18 @@ class TorchRunner:
 
     def start(self) -> None:
         """Binds the model and allocates the cache; see `protocols.Runner.start`."""
+        backend = backend_for(
+            self._config.attention_backend, self._hook.shape, block_size=self._config.block_size
+        )
         with torch.inference_mode():
             self._cache.allocate()
             self._hook.bind(
-                self._attention,
+                backend.attention,
                 self._cache.layers,
-                TorchOps(),
+                backend.ops,
                 max_positions=self._config.max_sequence_length,
             )
+        self._attention = backend.attention
 
     def close(self) -> None:
         """Gives the user's model back as it was and frees the cache; may be called twice."""
@@ -95,6 +100,7 @@ class TorchRunner:
         inputs = inputs_of(
             plan, self._rows, block_size=self._config.block_size, device=self._device, rope=self._hook.rope
         )
+        assert self._attention is not None, "launch before start"
         self._attention.begin_step(inputs.batch)
         prepared = time.perf_counter()
         logits = self._hook.forward(inputs)
@@ -191,23 +197,3 @@ def _cache_shapes(shape: ModelShape) -> list[CacheShape]:
         )
         for layer in shape.attention_layers
     ]
-
-
-def _attention_of(config: EngineConfig, hook: ModelHook) -> Attention:
-    """Gives the backend that the configuration names, or the best one that runs every layer."""
-    shapes = hook.shape.attention_layers
-    backends: dict[str, Attention] = {"sdpa": SdpaAttention(config.block_size)}
-    if config.attention_backend == "auto":
-        return next(backend for backend in backends.values() if not refusals(backend, shapes))
-    backend = backends.get(config.attention_backend)
-    if backend is None:
-        raise UnsupportedModelError(
-            f"attention_backend is {config.attention_backend!r}; on {hook.shape.device.type} there are "
-            f"auto, {', '.join(backends)}"
-        )
-    reasons = refusals(backend, shapes)
-    if reasons:
-        raise UnsupportedModelError(
-            f"attention_backend {backend.name!r} can't run this model: {'; '.join(reasons)}"
-        )
-    return backend

@@ -15,7 +15,7 @@ from anyio.abc import TaskStatus
 from megallm.core_async.errors import ActorGone
 from megallm.core_async.kit.mailbox import Mailbox
 from megallm.core_async.kit.reply import Reply, gone_error
-from megallm.core_async.messages import Ask
+from megallm.core_async.messages.ask import Ask
 
 type Envelope[M] = tuple[M, Reply[object] | None]
 """A message and, when it is an ask, the slot for its answer."""

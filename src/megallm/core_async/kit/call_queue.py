@@ -1,7 +1,7 @@
 """Calls into a loop from other threads: each a future, each a task of its own, none an orphan."""
 
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from math import inf
 from typing import Any
@@ -18,7 +18,9 @@ class CallQueue:
     def __init__(self) -> None:
         self._post = poster()
         self._thread = threading.current_thread()
-        self._calls, self._received = anyio.create_memory_object_stream[Callable[[], Awaitable[None]]](inf)
+        self._calls, self._received = anyio.create_memory_object_stream[
+            Callable[[], Coroutine[Any, Any, None]]
+        ](inf)
         self._tasks: TaskGroup | None = None
         self._unfinished: set[Future[Any]] = set()
         self._has_ended = False
@@ -43,7 +45,7 @@ class CallQueue:
         self._post(lambda: self._enqueue(lambda: self._run(function, args, future), future))
         return future
 
-    async def start_task(self, function: Callable[..., Awaitable[object]]) -> None:
+    async def start_task(self, function: Callable[..., Coroutine[Any, Any, object]]) -> None:
         """Starts a task that lives until it ends or the queue does, and waits until it says that it is ready.
 
         Runs in the loop. Raises: what the task raised before it was ready.
@@ -73,7 +75,7 @@ class CallQueue:
         for future in list(self._unfinished):
             future.cancel()
 
-    def _enqueue(self, call: Callable[[], Awaitable[None]], future: Future[Any]) -> None:
+    def _enqueue(self, call: Callable[[], Coroutine[Any, Any, None]], future: Future[Any]) -> None:
         """Hands a call to the loop's task; one that comes after `close` is cancelled."""
         try:
             self._calls.send_nowait(call)
@@ -88,7 +90,8 @@ class CallQueue:
             future.add_done_callback(lambda _: self._post(scope.cancel) if future.cancelled() else None)
             try:
                 value = await function(*args)
-            except Exception:  # noqa: BLE001 - it is the caller's, whole
+            except Exception as failure:  # noqa: BLE001 - it is the caller's, whole
+                error = failure
                 _settle(future, lambda: future.set_exception(error))
             else:
                 _settle(future, lambda: future.set_result(value))

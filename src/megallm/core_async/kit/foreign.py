@@ -28,7 +28,7 @@ async def wait_for[T](future: Future[T]) -> T:
 
 
 def poster() -> Callable[[Callable[[], object]], None]:
-    """Gives what runs a callback in the running loop soon, from any thread; once the loop is gone it does nothing."""
+    """Gives what runs a callback in the running loop soon, from any thread, and never once that is gone."""
     if sniffio.current_async_library() == "trio":
         token = trio.lowlevel.current_trio_token()
 

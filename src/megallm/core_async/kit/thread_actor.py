@@ -18,7 +18,7 @@ from anyio.abc import TaskStatus
 from megallm.core_async.errors import ActorGone
 from megallm.core_async.kit.reply import Reply, gone_error
 from megallm.core_async.kit.wakeup import Wakeup, open_wakeup
-from megallm.core_async.messages import Ask
+from megallm.core_async.messages.ask import Ask
 
 log = logging.getLogger(__name__)
 

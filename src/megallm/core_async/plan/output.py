@@ -72,7 +72,8 @@ class Output:
         """Appends the log-probs of the next tokens of the prompt."""
         log_probs = unpack_floats(chunk.log_probs)
         self._prompt_log_probs += log_probs
-        places = places_of(chunk.top) if chunk.top is not None else [[] for _ in log_probs]
+        no_place: Place = []
+        places = places_of(chunk.top) if chunk.top is not None else [no_place] * len(log_probs)
         self._prompt_top += [place[: self.spec.num_top] for place in places]
 
     def extend(self, ending: Finished | None) -> str:
@@ -119,7 +120,10 @@ class Output:
         )
 
     def _ended(self, text: str, ending: Finished) -> tuple[str, int, Finished]:
-        """Gives the last text, how many tokens belong to the output, and the ending: a stop word has the last word."""
+        """Gives the last text, how many tokens belong to the output, and the ending.
+
+        A stop word that the last text completes is what ended it.
+        """
         assert self.stream is not None, "a request whose text is made at its end"
         text += self.stream.finish()
         if self.stream.stop is None:

@@ -90,7 +90,7 @@ class Request:
         )
 
     def targets(self, start: int, length: int) -> array[int]:
-        """Gives, for each of `length` tokens from `start` on, the next prompt token if its log-prob is still wanted, else -1."""
+        """Gives the prompt token after each of `length` tokens from `start` on; -1 where none is wanted."""
         first, end = max(start + 1, self.num_scored), min(start + length + 1, self.num_prompt)
         wanted = self.tokens[first:end] if first < end else array("i")
         before = min(first - start - 1, length) if wanted else length

@@ -4,12 +4,12 @@ Reads the public object by attribute: megatron-core's own class lacks our fields
 versions may lack some of theirs.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from msgspec import Struct
 
 from megallm.core_async.messages import Sampling
+from megallm.core_async.plan.prompts import items_of
 
 MAX_SEED = 2**63 - 1
 _MISSING = object()
@@ -35,49 +35,76 @@ class Resolved(Struct, frozen=True, gc=False):
     """Output tokens asked for; None: all the context holds."""
     num_total: int | None
     """Prompt and output together; None: not limited this way."""
+    min_new: int
     stop_token_ids: tuple[int, ...]
     stop_words: tuple[str, ...]
     keep_stop: bool
     add_bos: bool
+    scores_prompt: bool
 
 
 def resolve(params: ParamsFields, *, eod: int | None, vocab_size: int) -> Resolved:
     """Checks every field and fills in the defaults; `params` is not changed.
 
-    Raises: TypeError and ValueError naming field, value and range. NotImplementedError for what
-    this version does not do.
+    Raises: TypeError and ValueError naming field, value and range.
     """
-    _refuse_unavailable(params)
-    temperature = _number(params, "temperature", 0.0, None, 1.0)
-    sampling = Sampling(
-        temperature=temperature,
-        top_k=_integer(params, "top_k", 0, None, 0),
-        top_p=_number(params, "top_p", 0.0, 1.0, 0.0),
-        min_p=_number(params, "min_p", 0.0, 1.0, 0.0),
-        seed=_optional_integer(params, "seed", 0, MAX_SEED) or 0,
-    )
     num_new = _optional_integer(params, "num_tokens_to_generate", 0, None)
     num_total = _optional_integer(params, "num_tokens_total", 1, None)
     if num_new is not None and num_total is not None:
         raise ValueError(
             f"num_tokens_to_generate is {num_new} and num_tokens_total is {num_total}; give one of the two"
         )
+    wants_log_probs = _boolean(params, "return_log_probs")
     return Resolved(
-        sampling=sampling,
+        sampling=_sampling(params, vocab_size, wants_log_probs=wants_log_probs),
         has_seed=getattr(params, "seed", None) is not None,
         num_new=num_new,
         num_total=num_total,
+        min_new=_integer(params, "min_tokens", 0, num_new, 0),
         stop_token_ids=_stop_token_ids(params, eod, vocab_size),
         stop_words=_stop_words(params),
         keep_stop=_boolean(params, "detokenize_stop_sequence"),
         add_bos=_boolean(params, "add_BOS"),
+        scores_prompt=wants_log_probs and not _boolean(params, "skip_prompt_log_probs"),
     )
 
 
-def _refuse_unavailable(params: object) -> None:
-    for field in ("return_log_probs", "top_n_logprobs", "return_segments"):
-        if getattr(params, field, None):
-            raise NotImplementedError(f"{field} is {getattr(params, field)!r}; this version does not give it")
+def _sampling(params: ParamsFields, vocab_size: int, *, wants_log_probs: bool) -> Sampling:
+    num_top = _integer(params, "top_n_logprobs", 0, vocab_size, 0)
+    if num_top and not wants_log_probs:
+        raise ValueError(f"top_n_logprobs is {num_top} and return_log_probs is False; set it to True")
+    repetition_penalty = _number(params, "repetition_penalty", 0.0, None, 1.0)
+    if not repetition_penalty:
+        raise ValueError("repetition_penalty is 0; it must be above 0, and 1 is off")
+    return Sampling(
+        temperature=_number(params, "temperature", 0.0, None, 1.0),
+        top_k=_integer(params, "top_k", 0, None, 0),
+        top_p=_number(params, "top_p", 0.0, 1.0, 0.0),
+        min_p=_number(params, "min_p", 0.0, 1.0, 0.0),
+        seed=_optional_integer(params, "seed", 0, MAX_SEED) or 0,
+        wants_log_probs=wants_log_probs,
+        num_top=num_top,
+        presence_penalty=_number(params, "presence_penalty", -2.0, 2.0, 0.0),
+        frequency_penalty=_number(params, "frequency_penalty", -2.0, 2.0, 0.0),
+        repetition_penalty=repetition_penalty,
+        logit_bias=_logit_bias(params, vocab_size),
+    )
+
+
+def _logit_bias(params: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    bias: object = getattr(params, "logit_bias", None)
+    if bias is None:
+        return ()
+    if not isinstance(bias, dict):
+        raise TypeError(f"logit_bias is a {type(bias).__name__}; give a dict of token id to number")
+    pairs = cast("dict[object, object]", bias).items()  # cast: isinstance says no more
+    return tuple(
+        (
+            _checked_integer("logit_bias", token, 0, vocab_size - 1),
+            _checked_number(f"logit_bias[{token}]", value, -100.0, 100.0),
+        )
+        for token, value in pairs
+    )
 
 
 def _stop_token_ids(params: object, eod: int | None, vocab_size: int) -> tuple[int, ...]:
@@ -87,26 +114,30 @@ def _stop_token_ids(params: object, eod: int | None, vocab_size: int) -> tuple[i
         ids.append(eod)
     elif termination_id is not None and termination_id >= 0:
         ids.append(termination_id)
-    more = getattr(params, "stop_token_ids", None)
+    more: object = getattr(params, "stop_token_ids", None)
     if more is not None:
-        if isinstance(more, str) or not isinstance(more, Sequence):
+        tokens = items_of(more)
+        if tokens is None:
             raise TypeError(f"stop_token_ids is a {type(more).__name__}; give a list of token ids")
-        ids += [_checked_integer("stop_token_ids", token, 0, vocab_size - 1) for token in more]
+        ids += [_checked_integer("stop_token_ids", token, 0, vocab_size - 1) for token in tokens]
     return tuple(dict.fromkeys(ids))
 
 
 def _stop_words(params: object) -> tuple[str, ...]:
-    words = getattr(params, "stop_words", None)
-    if words is None:
+    given: object = getattr(params, "stop_words", None)
+    if given is None:
         return ()
-    if isinstance(words, str) or not isinstance(words, Sequence):
-        raise TypeError(f"stop_words is a {type(words).__name__}; give a list of strings")
+    words = items_of(given)
+    if words is None:
+        raise TypeError(f"stop_words is a {type(given).__name__}; give a list of strings")
+    checked: dict[str, None] = {}
     for word in words:
         if not isinstance(word, str):
             raise TypeError(f"stop_words holds a {type(word).__name__}, {word!r}; give strings")
         if not word:
             raise ValueError("stop_words holds an empty string; leave it out")
-    return tuple(dict.fromkeys(words))
+        checked[word] = None
+    return tuple(checked)
 
 
 def _boolean(params: object, field: str) -> bool:
@@ -118,8 +149,10 @@ def _boolean(params: object, field: str) -> bool:
 
 def _number(params: object, field: str, least: float, most: float | None, default: float) -> float:
     value = getattr(params, field, _MISSING)
-    if value is _MISSING:
-        return default
+    return default if value is _MISSING else _checked_number(field, value, least, most)
+
+
+def _checked_number(field: str, value: object, least: float, most: float | None) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{field} is {value!r}; it must be a number{_range(least, most)}")
     if not least <= value <= (float("inf") if most is None else most) or value == float("inf"):

@@ -1,0 +1,53 @@
+"""Which attention and which arithmetic a model runs on: by the user's word, device, dtype and layers."""
+
+import torch
+from msgspec import Struct
+
+from megallm.core_async.device.attention import Attention, refusals
+from megallm.core_async.device.attention_cpu import CpuAttention, CpuOps
+from megallm.core_async.device.attention_sdpa import SdpaAttention
+from megallm.core_async.device.cpu_kernels import load_kernels
+from megallm.core_async.device.dense_layer import LayerOps, TorchOps
+from megallm.core_async.device.model import ModelShape
+from megallm.core_async.errors import UnsupportedModelError
+
+
+class Backend(Struct, frozen=True, eq=False):
+    """What a bound model computes with."""
+
+    attention: Attention
+    ops: LayerOps
+
+
+def check_backend(name: str, device: torch.device) -> None:
+    """Raises UnsupportedModelError for a backend that the device has not, listing those that it has."""
+    known = _names(device)
+    if name not in known:
+        raise UnsupportedModelError(
+            f"attention_backend is {name!r}; on {device.type} there are {', '.join(known)}"
+        )
+
+
+def backend_for(name: str, model: ModelShape, *, block_size: int) -> Backend:
+    """Gives the backend of that name, or for "auto" the fastest that runs every layer of the model.
+
+    On a CPU the kernels are compiled here, in seconds, the first time on a machine.
+
+    Raises: UnsupportedModelError when a backend asked for by name can't run some layer.
+    """
+    check_backend(name, model.device)
+    sdpa = SdpaAttention(block_size)
+    if model.device.type != "cpu":
+        return Backend(attention=sdpa, ops=TorchOps())
+    kernels = load_kernels()
+    cpu = CpuAttention(kernels)
+    reasons = refusals(cpu, model.attention_layers)
+    if name == "cpu" and reasons:
+        raise UnsupportedModelError(f"attention_backend 'cpu' can't run this model: {'; '.join(reasons)}")
+    is_fast = kernels.is_compiled and model.dtype is torch.float32
+    takes_cpu = name == "cpu" or (name == "auto" and is_fast and not reasons)
+    return Backend(attention=cpu if takes_cpu else sdpa, ops=CpuOps(kernels) if is_fast else TorchOps())
+
+
+def _names(device: torch.device) -> list[str]:
+    return ["auto", "sdpa", "cpu"] if device.type == "cpu" else ["auto", "sdpa"]

@@ -1,0 +1,113 @@
+"""Every Struct that crosses a mailbox or a process: ids, numbers, bytes, and lists of them.
+
+Asks are imperatives, tells are past events, values are nouns. On the step path rows travel as
+parallel columns (`Ints`), not as lists of Structs. Knows no actor, no tensor, no loop.
+"""
+
+from megallm.core_async.messages.ask import (
+    Ask,
+)
+from megallm.core_async.messages.columns import (
+    BlockId,
+    Floats,
+    Ints,
+    RequestId,
+    Row,
+    pack_floats,
+    pack_ints,
+    unpack_floats,
+    unpack_ints,
+)
+from megallm.core_async.messages.control import (
+    AdmitHeld,
+    BlockCounts,
+    BlockGrant,
+    CountBlocks,
+    FinishAll,
+    HoldNew,
+    NextStep,
+    Pause,
+    PreemptAll,
+    PumpRested,
+    ReserveBlocks,
+    Resume,
+    SetEpoch,
+    Submit,
+    Suspend,
+    Unpause,
+)
+from megallm.core_async.messages.output import (
+    Completion,
+    Delta,
+    EngineStats,
+    Finished,
+    Planned,
+    Progress,
+    ScoredChunk,
+    TokenBatch,
+)
+from megallm.core_async.messages.request import (
+    NewRequest,
+    Sampling,
+    TextSpec,
+)
+from megallm.core_async.messages.step import (
+    CollectStep,
+    LaunchStep,
+    ReleaseCache,
+    RestoreCache,
+    RowSetup,
+    StepPlan,
+    StepResult,
+    TopLogProbs,
+    WorkerMessage,
+)
+
+__all__ = [
+    "AdmitHeld",
+    "Ask",
+    "BlockCounts",
+    "BlockGrant",
+    "BlockId",
+    "CollectStep",
+    "Completion",
+    "CountBlocks",
+    "Delta",
+    "EngineStats",
+    "FinishAll",
+    "Finished",
+    "Floats",
+    "HoldNew",
+    "Ints",
+    "LaunchStep",
+    "NewRequest",
+    "NextStep",
+    "Pause",
+    "Planned",
+    "PreemptAll",
+    "Progress",
+    "PumpRested",
+    "ReleaseCache",
+    "RequestId",
+    "ReserveBlocks",
+    "RestoreCache",
+    "Resume",
+    "Row",
+    "RowSetup",
+    "Sampling",
+    "ScoredChunk",
+    "SetEpoch",
+    "StepPlan",
+    "StepResult",
+    "Submit",
+    "Suspend",
+    "TextSpec",
+    "TokenBatch",
+    "TopLogProbs",
+    "Unpause",
+    "WorkerMessage",
+    "pack_floats",
+    "pack_ints",
+    "unpack_floats",
+    "unpack_ints",
+]

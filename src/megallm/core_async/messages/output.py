@@ -1,0 +1,113 @@
+"""What comes out of a step: to the detokeniser, to readers, to whoever looks at the engine."""
+
+from msgspec import Struct
+
+from megallm.core_async.messages.columns import Floats, Ints, RequestId
+from megallm.core_async.messages.request import TextSpec
+from megallm.core_async.messages.step import StepPlan, TopLogProbs
+
+
+class Finished(Struct, frozen=True, gc=False):
+    """A request ended: why, as the engine decided it."""
+
+    request_id: RequestId
+    finish_reason: str
+    """"stop", "length", "abort" or "error"."""
+    stop_reason: int | str | None = None
+    """The token id or the stop word that ended it."""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    policy_epoch: tuple[tuple[int, int], ...] | None = None
+    """(place in the tokens from which on it holds, number of the weights); None before the first SetEpoch."""
+    kv_cache_epoch: tuple[tuple[int, int], ...] | None = None
+
+
+class ScoredChunk(Struct, frozen=True, gc=False):
+    """Log-probs of the next tokens of one request's prompt."""
+
+    request_id: RequestId
+    log_probs: Floats
+    top: TopLogProbs | None
+
+
+class TokenBatch(Struct, frozen=True, gc=False):
+    """One step's new tokens, and the requests that ended with it."""
+
+    started: list[TextSpec]
+    """Requests that the detokeniser has not heard of before."""
+    requests: list[RequestId]
+    tokens: Ints
+    log_probs: Floats
+    finished: list[Finished]
+    time_s: float
+    """Loop time at which the step's result arrived."""
+    top: TopLogProbs | None = None
+    """One place for each of `tokens`."""
+    scored: list[ScoredChunk] = []
+
+
+class EngineStats(Struct, frozen=True, gc=False):
+    """The engine after a step, as its scheduler saw it."""
+
+    step: int = 0
+    """Steps planned so far."""
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+    free_blocks: int = 0
+    prefix_hit_rate: float = 0.0
+    preemptions: int = 0
+    """Since the start."""
+    prefill_tokens: int = 0
+    """Tokens computed other than one by one, since the start."""
+
+
+class Planned(Struct, frozen=True, gc=False):
+    """The reply to NextStep: what to run next, and what the last result meant."""
+
+    plan: StepPlan | None
+    batch: TokenBatch | None
+    stats: EngineStats
+
+
+class Delta(Struct, frozen=True, gc=False):
+    """What a stream got since the delta before: text, tokens, and at the last why it ended."""
+
+    text: str
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    top_n_logprobs: list[dict[str, float]] | None = None
+    finish_reason: str | None = None
+    """None until the last delta."""
+    stop_reason: int | str | None = None
+
+
+class Progress(Struct, frozen=True, gc=False):
+    """How many new tokens a step gave to the requests of one outbox."""
+
+    num_tokens: int
+
+
+class Completion(Struct, frozen=True, gc=False):
+    """A request's whole output, once it ended."""
+
+    request_id: RequestId
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | str | None
+    num_cached_tokens: int
+    first_token_s: float | None
+    """Loop time of the first token."""
+    last_token_s: float | None
+    log_probs: list[float] | None = None
+    """One a token, where the request asked."""
+    top: list[list[tuple[int, float]]] | None = None
+    """(token id, log-prob) of the likeliest tokens at each, the likeliest first."""
+    prompt_log_probs: list[float] | None = None
+    """One for each prompt token after the first."""
+    prompt_top: list[list[tuple[int, float]]] | None = None
+    num_preemptions: int = 0
+    policy_epoch: tuple[tuple[int, int], ...] | None = None
+    kv_cache_epoch: tuple[tuple[int, int], ...] | None = None

@@ -1,0 +1,163 @@
+"""The engine's limits, from every combination of settings, model and free memory."""
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.inference.config import InferenceConfig
+
+from megallm.core_async.config import GIB, EngineConfig, ModelLimits
+
+KIB = 1024
+
+
+def model_limits(**changes: Any) -> ModelLimits:  # Any: fields of several types
+    """Gives a model that takes a KiB a token, on a CPU."""
+    return ModelLimits(**{"cache_bytes_per_token": KIB, "vocab_size": 100, "device_type": "cpu", **changes})
+
+
+def derive(model: ModelLimits | None = None, **fields: Any) -> EngineConfig:  # Any: fields of several types
+    """Gives the limits for some settings, with a small cache where none is asked for."""
+    settings = InferenceConfig(**{"buffer_size_gb": 0.25, **fields})
+    return EngineConfig.derive(settings, model_limits() if model is None else model)
+
+
+def test_the_cache_is_as_large_as_asked_for_down_to_fractions_of_a_gib() -> None:
+    """Small models and tests live on megabytes; a field in whole GiB would be useless to them."""
+    config = derive(buffer_size_gb=1.5 / KIB, block_size_tokens=16)
+    assert (config.block_size, config.num_blocks) == (16, 96)
+
+
+def test_the_cache_takes_at_most_half_of_what_is_free_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The default of 20 GiB would have a laptop killed for memory."""
+    with caplog.at_level(logging.INFO):
+        config = derive(model_limits(free_bytes=GIB), buffer_size_gb=20.0, block_size_tokens=256)
+    assert config.num_blocks == GIB // 2 // (256 * KIB)
+    assert (
+        "KV cache: 0.50 GiB instead of buffer_size_gb=20: half of the 1.00 GiB that are free" in caplog.text
+    )
+
+
+def test_a_cache_that_fits_is_not_lowered_and_not_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
+    """A log line in every healthy start would teach users to skip it."""
+    with caplog.at_level(logging.INFO):
+        config = derive(model_limits(free_bytes=GIB), buffer_size_gb=0.5, max_sequence_length=100)
+    assert config.num_blocks == GIB // 2 // (256 * KIB)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("device", "max_tokens"), [("cpu", 2_048), ("cuda", 16_384)])
+def test_a_step_is_as_large_as_suits_the_device(device: str, max_tokens: int) -> None:
+    """A CPU's step of 16,384 tokens would take half a minute, in which no stream says a word."""
+    assert derive(model_limits(device_type=device)).max_tokens == max_tokens
+
+
+def test_the_batch_is_bounded_by_blocks_by_the_step_and_by_512() -> None:
+    """Each running request needs a block and a token of the step at the least."""
+    assert derive(buffer_size_gb=64 / KIB, block_size_tokens=1024).max_requests == 64
+    assert derive(buffer_size_gb=64 / KIB, block_size_tokens=1, max_tokens=40).max_requests == 40
+    assert derive(buffer_size_gb=1.0, block_size_tokens=16).max_requests == 512
+
+
+def test_asking_for_many_requests_raises_the_default_step_to_hold_them() -> None:
+    """Only one of the two was chosen by the user; that one counts."""
+    config = derive(max_requests=4_000)
+    assert (config.max_requests, config.max_tokens) == (4_000, 4_000)
+
+
+def test_the_context_is_what_cache_and_positions_hold(caplog: pytest.LogCaptureFixture) -> None:
+    """A request that could never get its blocks would wait for ever."""
+    with caplog.at_level(logging.INFO):
+        config = derive(buffer_size_gb=64 / KIB, block_size_tokens=1024, max_sequence_length=100_000)
+        assert config.max_sequence_length == 65_536
+        assert "max_sequence_length: 65536, all that the cache holds, instead of 100000" in caplog.text
+        config = derive(model_limits(max_positions=512), max_sequence_length=2_560)
+        assert config.max_sequence_length == 512
+        assert "max_sequence_length: 512, the model's table of positions, instead of 2560" in caplog.text
+
+
+def test_what_the_model_says_is_taken_over() -> None:
+    """The vocabulary bounds token ids, the seed makes a script's unseeded runs repeat."""
+    config = EngineConfig.derive(
+        InferenceConfig(buffer_size_gb=0.25, enable_chunked_prefill=True),
+        model_limits(vocab_size=151_936, sampling_seed=7),
+        attention_backend="sdpa",
+    )
+    assert (config.vocab_size, config.sampling_seed) == (151_936, 7)
+    assert (config.chunks_prompts, config.attention_backend) == (True, "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_size_tokens": 0}, "block_size_tokens is 0; it must be at least 1"),
+        ({"buffer_size_gb": 0.0}, "buffer_size_gb is 0.0; it must be above 0"),
+        ({"buffer_size_gb": -1.0}, "buffer_size_gb is -1.0; it must be above 0"),
+        ({"max_requests": 0}, "max_requests is 0; it must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"max_sequence_length": -5}, "max_sequence_length is -5; it must be at least 1"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    """Whoever set the field has to see which, what it was and what it may be."""
+    with pytest.raises(ValueError, match=message):
+        derive(**fields)
+
+
+def test_a_cache_too_small_for_one_block_says_what_to_change() -> None:
+    """It would otherwise show as requests that never run."""
+    with pytest.raises(
+        ValueError, match=r"one block takes .* raise buffer_size_gb or lower block_size_tokens"
+    ):
+        derive(buffer_size_gb=1 / GIB)
+
+
+def test_more_requests_than_a_step_has_tokens_is_refused() -> None:
+    """Every running request computes a token a step; both numbers are the user's, so neither is changed."""
+    with pytest.raises(
+        ValueError, match=r"max_requests is 32 and max_tokens is 16: .* raise max_tokens or lower"
+    ):
+        derive(max_requests=32, max_tokens=16)
+
+
+@given(
+    buffer_mib=st.floats(0.1, 4_000),
+    block_size=st.integers(1, 1024),
+    max_requests=st.none() | st.integers(1, 5_000),
+    max_tokens=st.none() | st.integers(1, 50_000),
+    max_sequence_length=st.integers(1, 200_000),
+    free_bytes=st.none() | st.integers(1, 100 * GIB),
+    bytes_per_token=st.integers(1, 1 << 20),
+)
+def test_whatever_is_accepted_is_consistent(  # noqa: PLR0917 - Hypothesis passes them by name
+    buffer_mib: float,
+    block_size: int,
+    max_requests: int | None,
+    max_tokens: int | None,
+    max_sequence_length: int,
+    free_bytes: int | None,
+    bytes_per_token: int,
+) -> None:
+    """Scheduler and pool rely on these; a combination that breaks one would hang or crash them in a step."""
+    model = model_limits(cache_bytes_per_token=bytes_per_token, free_bytes=free_bytes)
+    try:
+        config = derive(
+            model,
+            buffer_size_gb=buffer_mib / KIB,
+            block_size_tokens=block_size,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            max_sequence_length=max_sequence_length,
+        )
+    except ValueError as error:
+        assert "InferenceConfig." in str(error)  # noqa: PT017 - most settings are accepted
+        return
+    cache_bytes = config.num_blocks * block_size * bytes_per_token
+    assert 0 < cache_bytes <= buffer_mib / KIB * GIB
+    assert free_bytes is None or cache_bytes <= free_bytes / 2
+    assert 1 <= config.max_requests <= config.max_tokens
+    assert 1 <= config.max_sequence_length <= config.num_blocks * block_size
+    assert max_requests is None or config.max_requests == max_requests
+    assert max_tokens is None or config.max_tokens == max_tokens
