@@ -31,6 +31,12 @@ class InferenceSettings(Protocol):
     @property
     def enable_chunked_prefill(self) -> bool: ...
     @property
+    def enable_prefix_caching(self) -> bool: ...
+    @property
+    def prefix_caching_eviction_policy(self) -> Enum: ...
+    @property
+    def paused_buffer_size_gb(self) -> float | None: ...
+    @property
     def kv_cache_management_mode(self) -> Enum: ...
     @property
     def logprobs_mode(self) -> str: ...
@@ -65,6 +71,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_waiting: int = 1_000_000
     """Requests that may queue; more are refused as EngineBusy."""
     chunks_prompts: bool = False
+    shares_prefixes: bool = False
+    keeps_cached: bool = True
+    """Blocks that nobody holds stay in the prefix cache until their room is needed."""
+    max_held_blocks: int = 0
+    """Blocks that requests may keep which sit out for want of one more."""
     vocab_size: int
     sampling_seed: int = 42
     kv_mode: Literal["persist", "offload", "recompute"] = "persist"
@@ -92,6 +103,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             max_tokens=max_tokens,
             max_sequence_length=_sequence_bound(settings, model, num_blocks * block_size),
             chunks_prompts=settings.enable_chunked_prefill,
+            shares_prefixes=settings.enable_prefix_caching,
+            keeps_cached=_value_of(settings.prefix_caching_eviction_policy) == "lru",
+            max_held_blocks=int((settings.paused_buffer_size_gb or 0) * GIB) // bytes_per_block,
             vocab_size=model.vocab_size,
             sampling_seed=model.sampling_seed,
             kv_mode=_kv_mode(settings),
@@ -167,7 +181,7 @@ def _sequence_bound(settings: InferenceSettings, model: ModelLimits, cache_token
 
 def _kv_mode(settings: InferenceSettings) -> Literal["persist", "offload", "recompute"]:
     mode = settings.kv_cache_management_mode
-    value = str(getattr(mode, "value", mode)).lower()
+    value = _value_of(mode)
     if value not in ("persist", "offload", "recompute"):
         raise ValueError(
             f"InferenceConfig.kv_cache_management_mode is {mode!r}; it must be persist, offload or recompute"
@@ -182,3 +196,8 @@ def _processes_log_probs(settings: InferenceSettings) -> bool:
             f"InferenceConfig.logprobs_mode is {mode!r}; it must be raw_logprobs or processed_logprobs"
         )
     return mode == "processed_logprobs"
+
+
+def _value_of(setting: Enum | str) -> str:
+    """Gives the value of one of megatron-core's enums, in small letters; plain strings are taken too."""
+    return str(getattr(setting, "value", setting)).lower()

@@ -131,12 +131,20 @@ class Engine:
         self._has_ended = anyio.Event()
         self._worker = self._make_worker(self._runner)
         self._link: Link = LocalLink(self._worker.address)
-        self._allocator = Allocator(BlockPool(config.num_blocks, config.block_size))
+        self._allocator = Allocator(
+            BlockPool(
+                config.num_blocks,
+                config.block_size,
+                keeps_cached=config.keeps_cached,
+                max_held=config.max_held_blocks,
+            )
+        )
         limits = Limits(
             max_tokens=config.max_tokens,
             max_requests=config.max_requests,
             block_size=config.block_size,
             chunks_prompts=config.chunks_prompts,
+            shares_prefixes=config.shares_prefixes,
         )
         self._scheduler = Scheduler(
             limits,

@@ -3,11 +3,11 @@
 from typing import ClassVar, assert_never
 
 from megallm.core_async.kit.actor import Actor
-from megallm.core_async.messages import BlockCounts, CountBlocks, ReserveBlocks
+from megallm.core_async.messages import BlockCounts, CountBlocks, ForgetPrefixes, ReserveBlocks
 from megallm.core_async.plan.block_pool import BlockPool
 
 
-class Allocator(Actor[ReserveBlocks | CountBlocks]):
+class Allocator(Actor[ReserveBlocks | ForgetPrefixes | CountBlocks]):
     """Owns the block pool; only it mutates it."""
 
     name: ClassVar[str] = "allocator"
@@ -18,12 +18,16 @@ class Allocator(Actor[ReserveBlocks | CountBlocks]):
         super().__init__()
         self._pool = pool
 
-    async def handle(self, message: ReserveBlocks | CountBlocks) -> object:
+    async def handle(self, message: ReserveBlocks | ForgetPrefixes | CountBlocks) -> object:
         """See the messages."""
         match message:
-            case ReserveBlocks(released, rows, num_tokens, num_running, victims):
-                return self._pool.reserve(released, rows, num_tokens, num_running, victims)
+            case ReserveBlocks():
+                return self._pool.reserve(message)
+            case ForgetPrefixes():
+                self._pool.forget_prefixes()
+                return None
             case CountBlocks():
-                return BlockCounts(self._pool.num_blocks, self._pool.num_free, self._pool.num_used)
+                pool = self._pool
+                return BlockCounts(pool.num_blocks, pool.num_free, pool.num_cached, pool.num_used)
             case _:
                 assert_never(message)

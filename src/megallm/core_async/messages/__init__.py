@@ -19,11 +19,14 @@ from megallm.core_async.messages.columns import (
     unpack_ints,
 )
 from megallm.core_async.messages.control import (
+    Admission,
     AdmitHeld,
     BlockCounts,
     BlockGrant,
     CountBlocks,
+    FilledBlock,
     FinishAll,
+    ForgetPrefixes,
     HoldNew,
     NextStep,
     Pause,
@@ -64,6 +67,7 @@ from megallm.core_async.messages.step import (
 )
 
 __all__ = [
+    "Admission",
     "AdmitHeld",
     "Ask",
     "BlockCounts",
@@ -74,9 +78,11 @@ __all__ = [
     "CountBlocks",
     "Delta",
     "EngineStats",
+    "FilledBlock",
     "FinishAll",
     "Finished",
     "Floats",
+    "ForgetPrefixes",
     "HoldNew",
     "Ints",
     "LaunchStep",

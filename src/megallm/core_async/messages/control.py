@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from megallm.core_async.messages.ask import Ask
-from megallm.core_async.messages.columns import BlockId, RequestId, Row
+from megallm.core_async.messages.columns import BlockId, Ints, RequestId, Row
 from megallm.core_async.messages.output import Planned, TokenBatch
 from megallm.core_async.messages.request import NewRequest
 from megallm.core_async.messages.step import StepResult
@@ -91,13 +91,48 @@ class PumpRested(Struct, frozen=True, gc=False):
 # ---- to the allocator --------------------------------------------------------------------------
 
 
+class FilledBlock(Struct, frozen=True, gc=False):
+    """A block of a row holds all its tokens once the plans in flight have run: others may share it."""
+
+    row: Row
+    place: int
+    """Index in the row's block table."""
+    key: bytes
+    parent: bytes
+    tokens: Ints
+
+
+class Admission(Struct, frozen=True, gc=False):
+    """A waiting request that would run at a row."""
+
+    row: Row
+    num_tokens: int
+    """Tokens to be computed before it can sample, all of them known."""
+    tokens: Ints
+    keys: list[bytes]
+    """Of the complete blocks of `tokens`; empty where nothing is to be shared."""
+    root: bytes
+    max_cached: int
+    """Tokens that may come from the cache, at most: less than all."""
+    may_split: bool
+    """Whether fewer tokens than are missing will do."""
+    may_be_passed: bool
+    """Whether one that comes after it may be admitted when it can't."""
+
+
 class BlockGrant(Struct, frozen=True, gc=False):
     """What `ReserveBlocks` gave: columns of block-table changes, and who lost theirs."""
 
-    num_admitted: int
-    """How many of the admissions got their blocks, counted from the first."""
+    admitted: list[int]
+    """Which of the admissions hold their blocks now, by index, ascending."""
+    num_cached: list[int]
+    """For each of those: tokens whose blocks are shared and need no computing."""
+    num_chunk: list[int]
+    """For each of those: tokens to compute in this step."""
     preempted: list[Row]
-    """A tail of `victims`, the last first; running `rows` that are not in it have what they wanted."""
+    """The last of `victims`, last first, those that hold nothing included."""
+    held: list[Row]
+    """Running rows that did not get their block and keep those they have: they sit out this step."""
     changed_rows: list[Row]
     changed_starts: list[int]
     """Index in the row's block table of its first new entry."""
@@ -105,28 +140,38 @@ class BlockGrant(Struct, frozen=True, gc=False):
     blocks: list[BlockId]
     """The new entries of all changed rows, one after the other."""
     num_free: int
-    """Blocks that nobody holds, after all this."""
+    """Blocks that nobody holds and whose contents mean nothing."""
+    num_cached_blocks: int
+    """Blocks that nobody holds and that a prefix may still find."""
 
 
 class ReserveBlocks(Ask[BlockGrant], frozen=True, gc=False):
-    """Give back what is released, then grant blocks from the top of the list.
+    """Share what is filled, give back what is released, then grant blocks from the top.
 
-    `rows` want room for `num_tokens` tokens each, counted from the row's first token; a row that
-    has room may be left out. The first `num_running` of them are running, in the order of
-    `victims`: short of blocks, the last of `victims` loses all of its own, then the one before it,
-    until the row fits, the row itself last of all. So a row granted earlier is never taken from,
-    and the first of `victims` can have every block of the pool. The rest are admissions to rows
-    that hold nothing: they are granted only from blocks nobody holds, the first that does not fit
-    ends the granting, and none is granted when a running row had to yield (it is the head of the
-    queue now).
+    `rows` are running and want room for `num_tokens` tokens each, in the order of `victims`; rows
+    that have room may be left out. Short of blocks, the last of `victims` lose theirs until the row
+    fits, the row itself last of all; a row granted in this call is never taken from, and the first
+    of `victims` can have the whole pool. A row that would lose its own is held instead while the
+    paused buffer has room for its blocks.
+
+    Admissions are granted in order from what nobody holds, their cached prefix first, until
+    `budget` tokens are to be computed. One whose next block is being computed by another waits for
+    it. One that does not fit ends the granting unless it may be passed. None is granted when a
+    running row had to yield or was held: it comes first.
     """
 
+    filled: list[FilledBlock]
     released: list[Row]
     rows: list[Row]
     num_tokens: list[int]
-    num_running: int
     victims: list[Row]
     """All running rows, in order of precedence."""
+    admissions: list[Admission]
+    budget: int
+
+
+class ForgetPrefixes(Ask[None], frozen=True):
+    """Make every block unknown to the prefix cache; what running rows hold is not shared any more."""
 
 
 class BlockCounts(Struct, frozen=True, gc=False):
@@ -134,6 +179,7 @@ class BlockCounts(Struct, frozen=True, gc=False):
 
     num_blocks: int
     num_free: int
+    num_cached: int
     num_used: int
 
 

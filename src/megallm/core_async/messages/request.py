@@ -70,5 +70,11 @@ class NewRequest(Struct, frozen=True, gc=False):
     text: TextSpec
     min_new_tokens: int = 0
     """Stop ids are not sampled before so many tokens."""
+    priority: int = 0
+    """The lower, the sooner it is admitted and the later it yields; first come first served within one."""
+    salt: str = ""
+    """Prefixes are shared only within one salt."""
+    shares_prefix: bool = False
+    """Whether its blocks may be shared with other requests although prefix caching is off: forks of one prompt."""
     scores_prompt: bool = False
     """Report the log-probability of each prompt token after the first, and its likeliest rivals."""

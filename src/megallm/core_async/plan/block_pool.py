@@ -1,189 +1,267 @@
-"""Which row holds which block of the KV cache. Pure; knows no request, no token id, no tensor.
+"""Who holds which block of the KV cache, and which blocks hold a prefix that others may share. Pure.
 
-Blocks that nobody holds are a stack: taking and giving back cost O(1) a block, and what was used
-last is used next. A block changes hands in `_take` and `_give_back` and nowhere else.
+A block is in exactly one place: free, cached (nobody holds it, a prefix may find it), or held by
+one row or several. Taking, giving back and touching cost O(1) a block. A shared block is never
+written: at least the last token of a request is computed anew, into a block of its own.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 
-from megallm.core_async.messages import BlockGrant, BlockId, Row
+from megallm.core_async.messages import Admission, BlockGrant, BlockId, FilledBlock, ReserveBlocks, Row
+from megallm.core_async.plan.draft import Draft
+from megallm.core_async.plan.prefix import PrefixIndex
 
 
 class BlockPool:
-    """Owns the block tables of all rows and the stack of free blocks.
+    """Owns the block tables of all rows, the free blocks and the cached ones.
 
-    Every block is at any time in exactly one place: once in one row's table, or once on the stack.
+    `keeps_cached`: a known block that nobody holds stays until its room is needed, the least
+    recently used first and leaves before their parents (LRU); else it is free at once (REF_ZERO).
+    `max_held`: blocks that rows may keep which sit out for want of one more.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, keeps_cached: bool = True, max_held: int = 0
+    ) -> None:
         assert num_blocks > 0, f"a pool of {num_blocks} blocks"
         assert block_size > 0, f"blocks of {block_size} tokens"
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._keeps_cached = keeps_cached
+        self._max_held = max_held
         self._free = [BlockId(block) for block in reversed(range(num_blocks))]
-        """The last is taken first."""
+        """The next to be taken is the last."""
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()
+        """The next to be evicted is the first."""
+        self._num_holders = [0] * num_blocks
         self._tables: dict[Row, list[BlockId]] = {}
         """Rows that hold a block or more."""
-        self._rooms: defaultdict[Row, int] = defaultdict(int)
-        """Tokens that a row's blocks have room for: most rows of most steps need no more look than this."""
+        self._index = PrefixIndex(block_size)
+        self._coming: dict[bytes, Row] = {}
+        """Keys of blocks that a row is about to fill: who wants one waits for it."""
+        self._coming_of: dict[Row, list[bytes]] = {}
+        """The same keys by row, those that were filled included."""
+        self._unshared: set[Row] = set()
+        """Rows whose blocks can't be made known any more."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool, held or free."""
+        """Blocks of the pool."""
         return self._num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that nobody holds and no prefix finds."""
         return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and a prefix may find."""
+        return len(self._cached)
 
     @property
     def num_used(self) -> int:
         """Blocks that some row holds."""
-        return self._num_blocks - len(self._free)
+        return self._num_blocks - len(self._free) - len(self._cached)
 
     def table(self, row: Row) -> list[BlockId]:
         """Gives a copy of the row's block table; empty when it holds none."""
         return self._tables.get(row, []).copy()
 
+    def reserve(self, wish: ReserveBlocks) -> BlockGrant:
+        """Does what `ReserveBlocks` says, which is the contract."""
+        for filled in wish.filled:
+            self._share(filled)
+        for row in wish.released:
+            self.release(row)
+        draft = Draft()
+        self._grow(wish, draft)
+        if not (draft.preempted or draft.held):
+            self._admit(wish.admissions, wish.budget, len(wish.victims), draft)
+        return draft.grant(num_free=len(self._free), num_cached_blocks=len(self._cached))
+
     def release(self, row: Row) -> None:
-        """Gives back all blocks of a row, if it holds any."""
+        """Gives back all blocks of a row; a row that holds none stays as it is."""
+        self._unshared.discard(row)
+        for key in self._coming_of.pop(row, ()):
+            if self._coming.get(key) == row:
+                del self._coming[key]
         table = self._tables.pop(row, None)
         if table is not None:
-            del self._rooms[row]
             self._give_back(table)
 
-    def reserve(
-        self,
-        released: list[Row],
-        rows: list[Row],
-        num_tokens: list[int],
-        num_running: int,
-        victims: list[Row],
-    ) -> BlockGrant:
-        """Does what `ReserveBlocks` says, which is the contract."""
-        for row in released:
-            self.release(row)
-        assert len(rows) == len(num_tokens), f"{len(rows)} rows, {len(num_tokens)} numbers of tokens"
-        running, rooms = rows[:num_running], self._rooms
-        short = [
-            (row, wanted) for row, wanted in zip(running, num_tokens, strict=False) if wanted > rooms[row]
-        ]
-        draft = _Draft()
-        preempted: list[Row] = []
-        for row, wanted in short:
-            num_missing = self._num_missing(row, wanted)
-            if row not in preempted and num_missing > len(self._free):
-                preempted += self._make_room(row, num_missing, running, victims, len(preempted))
-            if row in preempted:
-                break  # and so is all that comes after it
-            self._extend(row, num_missing, draft)
-        num_admitted = 0 if preempted else self._admit(rows[num_running:], num_tokens[num_running:], draft)
-        return BlockGrant(
-            num_admitted=num_admitted,
-            preempted=preempted,
-            changed_rows=draft.rows,
-            changed_starts=draft.starts,
-            changed_counts=draft.counts,
-            blocks=draft.blocks,
-            num_free=len(self._free),
-        )
+    def forget_prefixes(self) -> None:
+        """Makes every block unknown, and what rows hold now stays so."""
+        self._index.clear()
+        self._free += self._cached
+        self._cached.clear()
+        self._coming.clear()
+        self._coming_of.clear()
+        self._unshared.update(self._tables)
 
     def check(self) -> None:
         """Asserts that each block is in exactly one place, and that the counts say so."""
-        places = Counter(self._free)
-        for row, table in self._tables.items():
-            assert table, f"row {row} is listed and holds no block"
-            places.update(table)
-        ids = [BlockId(block) for block in range(self._num_blocks)]
-        odd = {block: places[block] for block in ids if places[block] != 1}
+        held = Counter(block for table in self._tables.values() for block in table)
+        places = Counter([*self._free, *self._cached, *held])
+        odd = {block: places[block] for block in map(BlockId, range(self._num_blocks)) if places[block] != 1}
         assert not odd, f"blocks, and the number of places that hold them: {odd}"
-        strange = sorted(places.keys() - set(ids))
-        assert not strange, f"block ids {strange} are not of this pool of {self._num_blocks}"
-        num_held = sum(map(len, self._tables.values()))
-        assert num_held == self.num_used, f"rows hold {num_held} blocks, counted {self.num_used}"
-        rooms = {row: len(table) * self._block_size for row, table in self._tables.items()}
-        counted = {row: room for row, room in self._rooms.items() if room}
-        assert counted == rooms, f"rows have room for tokens {rooms}, counted {counted}"
+        assert places.total() == self._num_blocks, f"{places.total()} places for {self._num_blocks} blocks"
+        wrong = {b: (n, held[BlockId(b)]) for b, n in enumerate(self._num_holders) if n != held[BlockId(b)]}
+        assert not wrong, f"blocks, counted holders and true ones: {wrong}"
+        unknown = [block for block in self._cached if block not in self._index]
+        assert not unknown, f"blocks {unknown} are cached and no prefix finds them"
+        known_free = [block for block in self._free if block in self._index]
+        assert not known_free, f"blocks {known_free} are free and a prefix finds them"
+        self._index.check()
 
     # ---- who gets what -------------------------------------------------------------------------
 
-    def _num_missing(self, row: Row, num_tokens: int) -> int:
-        """Gives how many blocks a row wants beyond those it holds."""
-        num_wanted = -(-num_tokens // self._block_size)
-        assert 0 < num_wanted <= self._num_blocks, (
-            f"row {row} wants {num_wanted} blocks for {num_tokens} tokens, the pool has {self._num_blocks}"
+    def _grow(self, wish: ReserveBlocks, draft: Draft) -> None:
+        """Gives running rows the blocks they lack, in order, and takes from the last where it must."""
+        places = {row: place for place, row in enumerate(wish.victims)}
+        order = [places.get(row, -1) for row in wish.rows]
+        assert -1 not in order and order == sorted(set(order)), (
+            f"running rows {wish.rows} are not in the order of the victims {wish.victims}"
         )
-        return num_wanted - self._rooms[row] // self._block_size
-
-    def _make_room(
-        self, row: Row, num_missing: int, running: list[Row], victims: list[Row], num_gone: int
-    ) -> list[Row]:
-        """Takes blocks away until `row` fits or has lost its own; gives who lost theirs, in that order.
-
-        The last `num_gone` of `victims` yielded before.
-        """
-        places = {victim: place for place, victim in enumerate(victims)}
-        order = [places.get(each, -1) for each in running]
-        assert -1 not in order, f"running rows {running} are not all among the victims {victims}"
-        assert order == sorted(order), f"running rows {running} are not in the order of the victims {victims}"
-        yielded: list[Row] = []
-        last = len(victims) - num_gone
-        for victim in reversed(victims[places[row] + 1 : last]):
-            self.release(victim)
-            yielded.append(victim)
-            if num_missing <= len(self._free):
-                return yielded
-        if places[row] > 0:
-            self.release(row)
-            return [*yielded, row]
-        others = sorted(self._tables.keys() - {row})
-        raise AssertionError(
-            f"row {row}, the first of all, lacks {num_missing} blocks and only {len(self._free)} are free: "
-            f"rows {others} hold some of the {self._num_blocks} and are not among the victims"
-        )
-
-    def _admit(self, rows: list[Row], num_tokens: list[int], draft: "_Draft") -> int:
-        """Grants from the first on while the free blocks last; gives how many got theirs."""
-        for num_admitted, (row, wanted) in enumerate(zip(rows, num_tokens, strict=True)):
-            assert row not in self._tables, (
-                f"row {row} is to be admitted and holds blocks {self._tables[row]}"
-            )
+        for row, wanted in zip(wish.rows, wish.num_tokens, strict=True):
+            if places[row] >= len(wish.victims) - len(draft.preempted):
+                return  # it yielded, and so did all that come after it
             num_missing = self._num_missing(row, wanted)
-            if num_missing > len(self._free):
-                return num_admitted
-            self._extend(row, num_missing, draft)
-        return len(rows)
+            if num_missing <= 0:
+                continue
+            while num_missing > self._num_available:
+                victim = wish.victims[-1 - len(draft.preempted)]
+                if victim == row and self._may_hold(row, draft):
+                    draft.held.append(row)
+                    break
+                assert victim != row or places[row] > 0, (
+                    f"row {row}, the first of all, lacks {num_missing} blocks and only {self._num_available}"
+                    f" of {self._num_blocks} can be had"
+                )
+                self.release(victim)
+                draft.preempted.append(victim)
+                if victim == row:
+                    return
+            else:
+                self._extend(row, num_missing, draft)
+
+    def _may_hold(self, row: Row, draft: Draft) -> bool:
+        """Whether a row that is short may keep its blocks: others hold blocks that will come back."""
+        if len(self._tables) <= len(draft.held) + 1:
+            return False
+        num_held = sum(len(self._tables.get(each, ())) for each in [*draft.held, row])
+        return num_held <= self._max_held
+
+    def _admit(self, admissions: Sequence[Admission], budget: int, num_running: int, draft: Draft) -> None:
+        """Grants what fits, in order. One block for each running row stays out of it, so that it can grow."""
+        for index, admission in enumerate(admissions):
+            if budget <= 0:
+                return
+            found = self._find(admission)
+            num_cached = len(found) * self._block_size
+            num_missing = admission.num_tokens - num_cached
+            if self._is_coming(admission, len(found)):
+                continue
+            fits_budget = num_missing <= budget or admission.may_split
+            num_idle = sum(self._num_holders[block] == 0 for block in found)
+            num_wanted = self._blocks_for(admission.num_tokens) - len(found) + num_idle
+            if not fits_budget or num_wanted + num_running > self._num_available:
+                if not admission.may_be_passed:
+                    return
+                continue
+            num_chunk = min(num_missing, budget)
+            self._start(admission, found, num_cached + num_chunk, draft)
+            draft.admitted.append(index)
+            draft.num_cached.append(num_cached)
+            draft.num_chunk.append(num_chunk)
+            budget -= num_chunk
+            num_running += 1
+
+    def _start(self, admission: Admission, found: list[BlockId], num_tokens: int, draft: Draft) -> None:
+        """Gives a row its shared blocks and new ones after them."""
+        row = admission.row
+        assert row not in self._tables, f"row {row} is to be admitted and holds {self._tables[row]}"
+        for block in found:
+            if self._num_holders[block] == 0:
+                del self._cached[block]
+            self._num_holders[block] += 1
+        if found:
+            self._tables[row] = found.copy()
+            draft.change(row, 0, found)
+        num_new = self._blocks_for(num_tokens) - len(found)
+        if num_new:
+            self._extend(row, num_new, draft)
+        if coming := admission.keys[len(found) :]:
+            self._coming_of[row] = coming
+            for key in coming:
+                self._coming.setdefault(key, row)
+
+    def _find(self, admission: Admission) -> list[BlockId]:
+        if not admission.keys:
+            return []
+        most = min(admission.max_cached, admission.num_tokens - 1) // self._block_size
+        return self._index.find(admission.keys, admission.tokens, root=admission.root, most=most)
+
+    def _is_coming(self, admission: Admission, num_found: int) -> bool:
+        """Whether the next block that the request could share is being computed by another."""
+        most = min(admission.max_cached, admission.num_tokens - 1) // self._block_size
+        return num_found < min(most, len(admission.keys)) and admission.keys[num_found] in self._coming
 
     # ---- changing hands ------------------------------------------------------------------------
 
-    def _extend(self, row: Row, count: int, draft: "_Draft") -> None:
-        assert count > 0, f"row {row} would grow by {count} blocks: it is listed twice"
+    @property
+    def _num_available(self) -> int:
+        return len(self._free) + len(self._cached)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _num_missing(self, row: Row, num_tokens: int) -> int:
+        """Gives how many blocks a row wants beyond those it holds."""
+        num_wanted = self._blocks_for(num_tokens)
+        assert 0 < num_wanted <= self._num_blocks, (
+            f"row {row} wants {num_wanted} blocks for {num_tokens} tokens, the pool has {self._num_blocks}"
+        )
+        return num_wanted - len(self._tables.get(row, ()))
+
+    def _extend(self, row: Row, count: int, draft: Draft) -> None:
         table = self._tables.setdefault(row, [])
         blocks = self._take(count)
-        draft.rows.append(row)
-        draft.starts.append(len(table))
-        draft.counts.append(count)
-        draft.blocks += blocks
+        draft.change(row, len(table), blocks)
         table += blocks
-        self._rooms[row] += count * self._block_size
 
     def _take(self, count: int) -> list[BlockId]:
-        taken = self._free[: -count - 1 : -1]
-        del self._free[len(self._free) - count :]
+        """Takes blocks from the free ones, then from the cached, the least recently used first."""
+        num_free = min(count, len(self._free))
+        taken = self._free[: -num_free - 1 : -1]
+        del self._free[len(self._free) - num_free :]
+        while len(taken) < count:
+            block, _ = self._cached.popitem(last=False)
+            self._index.forget(block)
+            taken.append(block)
+        for block in taken:
+            self._num_holders[block] = 1
         return taken
 
-    def _give_back(self, blocks: list[BlockId]) -> None:
-        self._free += reversed(blocks)
+    def _give_back(self, table: list[BlockId]) -> None:
+        """Ends one row's hold, last block first: a leaf is then evicted before its parent."""
+        for block in reversed(table):
+            self._num_holders[block] -= 1
+            if self._num_holders[block]:
+                continue
+            if self._keeps_cached and block in self._index:
+                self._cached[block] = None
+            else:
+                self._index.forget(block)
+                self._free.append(block)
 
-
-class _Draft:
-    """The columns of a `BlockGrant` while they grow."""
-
-    __slots__ = ("blocks", "counts", "rows", "starts")
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
-        self.blocks: list[BlockId] = []
+    def _share(self, filled: FilledBlock) -> None:
+        """Makes a filled block known, unless another of the same prefix is."""
+        if self._coming.get(filled.key) == filled.row:
+            del self._coming[filled.key]
+        if filled.row in self._unshared:
+            return
+        block = self._tables[filled.row][filled.place]
+        if block not in self._index and not self._index.add(block, filled.key, filled.parent, filled.tokens):
+            self._unshared.add(filled.row)

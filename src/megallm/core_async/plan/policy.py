@@ -1,16 +1,21 @@
 """Which tokens of which requests run next. Pure; knows no block ids, no loop, no tensor.
 
-Decodes go first, then prompts already begun, then admissions in the order they came. The token
-budget bounds a step; a prompt is split over steps where chunking is on, and where it could never
-fit one step otherwise. Who yields when blocks run out is the allocator's answer.
+Decodes go first, then prompts already begun, then admissions in the order of the waiting line. The
+token budget bounds a step; a prompt is split over steps where chunking is on, and where it could
+never fit one step otherwise. Who yields when blocks run out, whose prefix is cached and who is
+admitted is the allocator's answer.
 """
 
-from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 
 from msgspec import Struct
 
+from megallm.core_async.messages import Admission, Row
 from megallm.core_async.plan.request import Request
+
+MAX_PASSES = 64
+"""Smaller requests that may overtake one that does not fit; then nobody does until it runs."""
 
 
 class Limits(Struct, frozen=True):
@@ -23,32 +28,27 @@ class Limits(Struct, frozen=True):
     block_size: int
     chunks_prompts: bool
     """Whether a prompt may be split although it would fit a step of its own."""
+    shares_prefixes: bool = False
 
 
 class Choice(Struct):
-    """What one step would compute, in batch order, blocks permitting."""
+    """What one step computes, in batch order."""
 
     decodes: list[Request]
     """Running requests that compute the one token they sampled last."""
     chunks: list[tuple[Request, int]]
-    """Running requests with more than that to compute, and how many tokens of it."""
-    admissions: list[tuple[Request, int]]
-    """Waiting requests, from the head of the queue on, and how many of their tokens."""
+    """Requests with more than that to compute, and how many tokens of it; those admitted are the last."""
+    budget: int
+    """Tokens left for admissions."""
     admitted: list[Request]
-    """Those of them that the scheduler gave a row; their chunks are the last of `chunks`."""
+    """Requests that run from this step on."""
 
 
-def choose(running: Iterable[Request], waiting: deque[Request], limits: Limits) -> Choice:
-    """Picks the next step's tokens within the budget; changes nothing.
-
-    `running` is in order of admission. `waiting` is first come first served and holds no finished
-    request.
-    """
+def choose(running: Iterable[Request], limits: Limits) -> Choice:
+    """Picks the next tokens of the running requests, which are in order of precedence; changes nothing."""
     decodes: list[Request] = []
     begun: list[Request] = []
-    num_running = 0
     for request in running:
-        num_running += 1
         if not request.is_decoding:
             begun.append(request)
         elif request.num_tokens < request.max_tokens:
@@ -62,20 +62,21 @@ def choose(running: Iterable[Request], waiting: deque[Request], limits: Limits) 
         if length:
             chunks.append((request, length))
             budget -= length
-    admissions: list[tuple[Request, int]] = []
-    for request in waiting:
-        if budget <= 0 or num_running + len(admissions) >= limits.max_requests or request.num_unknown:
-            break
-        length = _first_chunk(request.num_missing, budget, limits)
-        if not length:
-            break
-        admissions.append((request, length))
-        budget -= length
-    return Choice(decodes, chunks, admissions, [])
+    return Choice(decodes, chunks, budget, [])
 
 
-def _first_chunk(num_missing: int, budget: int, limits: Limits) -> int:
-    """Gives how many of a new request's tokens fit the budget; 0 when it is to wait whole."""
-    if num_missing <= budget:
-        return num_missing
-    return budget if limits.chunks_prompts or num_missing > limits.max_tokens else 0
+def candidates(
+    waiting: Iterable[Request], rows: list[Row], limits: Limits, most: int
+) -> list[tuple[Request, Admission]]:
+    """Gives who might be admitted, in order: one for each of `rows` and `most` at the most.
+
+    A request whose last tokens are still on the device ends the list: it waits for them.
+    """
+    offered: list[tuple[Request, Admission]] = []
+    for request, row in zip(islice(waiting, most), rows, strict=False):
+        if request.num_unknown:
+            break
+        may_split = limits.chunks_prompts or request.num_tokens > limits.max_tokens
+        admission = request.admission(row, limits.block_size, may_split=may_split, max_passes=MAX_PASSES)
+        offered.append((request, admission))
+    return offered

@@ -7,7 +7,18 @@ well; their ids are on the device and not in `tokens` yet.
 
 from array import array
 
-from megallm.core_async.messages import Finished, Ints, NewRequest, RequestId, Row, RowSetup, unpack_ints
+from megallm.core_async.messages import (
+    Admission,
+    FilledBlock,
+    Finished,
+    Ints,
+    NewRequest,
+    RequestId,
+    Row,
+    RowSetup,
+    unpack_ints,
+)
+from megallm.core_async.plan.prefix import extend_keys, root_of
 
 NO_ROW = Row(-1)
 
@@ -20,24 +31,37 @@ class Request:
         "finish_reason",
         "has_started",
         "is_decoding",
+        "keys",
         "kv_cache_epoch",
         "max_tokens",
         "new",
+        "num_cached",
         "num_computed",
+        "num_filled",
+        "num_passed",
         "num_preemptions",
         "num_prompt",
         "num_scored",
         "num_tokens",
         "order",
         "policy_epoch",
+        "priority",
         "request_id",
+        "root",
         "row",
+        "shares_prefix",
         "stop_ids",
+        "ticket",
         "tokens",
     )
 
-    def __init__(self, new: NewRequest, epoch: int | None = None) -> None:
+    def __init__(self, new: NewRequest, epoch: int | None = None, *, shares_prefix: bool = False) -> None:
         self.new = new
+        self.priority = new.priority
+        self.ticket = 0
+        """Of the waiting line; 0 while it does not wait."""
+        self.num_passed = 0
+        """How many were admitted that stood behind it."""
         self.request_id: RequestId = new.request_id
         self.tokens: array[int] = unpack_ints(new.prompt)
         """Prompt and output, as far as the host knows the ids."""
@@ -53,6 +77,15 @@ class Request:
         """Tokens whose keys and values are cached once the plans in flight have run."""
         self.capacity = 0
         """Tokens that the blocks of its row hold."""
+        self.shares_prefix = shares_prefix or new.shares_prefix
+        """Whether its blocks may be shared."""
+        self.root = root_of(new.salt)
+        self.keys: list[bytes] = []
+        """Of the complete blocks of `tokens`, as far as they were needed."""
+        self.num_filled = 0
+        """Blocks of its row that the allocator knows to be filled."""
+        self.num_cached: int | None = None
+        """Tokens that its first admission found in the cache."""
         self.num_scored = 1 if new.scores_prompt else self.num_prompt
         """Tokens of the prompt whose log-probs were reported or are not wanted, the first among them."""
         self.is_decoding = False
@@ -114,16 +147,62 @@ class Request:
             request_id=self.request_id,
             finish_reason=reason,
             stop_reason=stop_reason,
+            num_cached_tokens=self.num_cached or 0,
             num_preemptions=self.num_preemptions,
             policy_epoch=tuple(self.policy_epoch) or None,
             kv_cache_epoch=tuple(self.kv_cache_epoch) or None,
         )
+
+    def admission(self, row: Row, block_size: int, *, may_split: bool, max_passes: int) -> Admission:
+        """Gives what the allocator has to know to admit it at a row."""
+        if self.shares_prefix:
+            extend_keys(self.keys, self.tokens, block_size, self.root)
+        is_scored = self.num_scored < self.num_prompt
+        return Admission(
+            row=row,
+            num_tokens=self.num_tokens,
+            tokens=Ints(self.tokens.tobytes()) if self.keys else Ints(b""),
+            keys=self.keys,
+            root=self.root,
+            max_cached=(self.num_scored if is_scored else self.num_tokens) - 1,
+            may_split=may_split,
+            may_be_passed=self.num_passed < max_passes,
+        )
+
+    def reuse(self, num_cached: int, block_size: int) -> None:
+        """Counts tokens whose keys and values others have computed."""
+        self.num_computed = self.capacity = num_cached
+        self.num_filled = num_cached // block_size
+        if self.num_cached is None:
+            self.num_cached = num_cached
+
+    def newly_filled(self, block_size: int) -> list[FilledBlock]:
+        """Gives the blocks that are filled once the plans in flight have run, and were not given yet."""
+        if not self.shares_prefix:
+            return []
+        end = min(self.num_computed, len(self.tokens)) // block_size
+        if end <= self.num_filled:
+            return []
+        extend_keys(self.keys, self.tokens, block_size, self.root)
+        places = range(self.num_filled, end)
+        self.num_filled = end
+        return [
+            FilledBlock(
+                row=self.row,
+                place=place,
+                key=self.keys[place],
+                parent=self.keys[place - 1] if place else self.root,
+                tokens=Ints(self.tokens[place * block_size : (place + 1) * block_size].tobytes()),
+            )
+            for place in places
+        ]
 
     def leave_row(self) -> None:
         """Stops running: blocks and device state are gone, all tokens must be computed again."""
         self.row = NO_ROW
         self.num_computed = 0
         self.capacity = 0
+        self.num_filled = 0
         self.is_decoding = False
 
 
