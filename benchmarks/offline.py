@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from benchmarks.offline_engines import Engine, Timing
 
 ENGINES: Final = ("megallm", "transformers")
+RATIOS: Final = "megallm / transformers"
 PARTS: Final = ("total", "plan", "prepare", "forward", "sample", "post")
 
 
@@ -177,7 +178,7 @@ def _ratios(measured: "dict[Case, dict[str, list[Timing]]]") -> Table:
                 _agreement(ours[0].token_ids, theirs[0].token_ids),
             )
         )
-    return Table("megallm / transformers", columns, rows)
+    return Table(RATIOS, columns, rows)
 
 
 def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> str:

@@ -109,7 +109,7 @@ class Rig:
         return [len(unpack_ints(plan.rows)) for plan in self.runner.plans]
 
     async def expect_all_free(self) -> EngineStats:
-        """Fails unless every block is free once nothing runs; one more request brings the figures up to date."""
+        """Fails unless all blocks are free once nothing runs; one more request updates the figures."""
         await self.tokens_of([1], 1)
         stats = self.engine.stats()
         expect_balanced(stats, self.engine.config.num_blocks)

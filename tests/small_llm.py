@@ -56,9 +56,8 @@ def expected(prompt: str | Sequence[int], num_tokens: int = 8) -> list[int]:
 
 def greedy(num_tokens: int | None = 8, **fields: Any) -> SamplingParams:  # Any: fields of many types
     """Gives greedy parameters that no token ends."""
-    return SamplingParams(
-        **{"temperature": 0.0, "num_tokens_to_generate": num_tokens, "termination_id": -1, **fields}
-    )
+    chosen: dict[str, Any] = {"temperature": 0.0, "num_tokens_to_generate": num_tokens, "termination_id": -1}
+    return SamplingParams(**{**chosen, **fields})
 
 
 def settings(*, num_blocks: int = 256, **changes: Any) -> InferenceConfig:  # Any: fields of many types
@@ -152,13 +151,13 @@ async def hosted_llm(
 def expect_all_free(llm: MegatronLLM) -> None:
     """Fails unless all blocks are free once nothing runs; one more request brings the figures up to date."""
     llm.generate([1], greedy(1))
-    expect_balanced(llm.stats(), llm.engine.config.num_blocks)
+    expect_balanced(llm.engine.stats(), llm.engine.config.num_blocks)
 
 
 async def expect_all_free_async(llm: MegatronAsyncLLM) -> None:
     """Fails unless all blocks are free once nothing runs; one more request brings the figures up to date."""
     await llm.generate([1], greedy(1))
-    expect_balanced(llm.stats(), llm.engine.config.num_blocks)
+    expect_balanced(llm.engine.stats(), llm.engine.config.num_blocks)
 
 
 def tokens_of(results: Sequence[Result]) -> list[list[int]]:

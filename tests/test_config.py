@@ -15,13 +15,19 @@ KIB = 1024
 
 def model_limits(**changes: Any) -> ModelLimits:  # Any: fields of several types
     """Gives a model that takes a KiB a token, on a CPU."""
-    return ModelLimits(**{"cache_bytes_per_token": KIB, "vocab_size": 100, "device_type": "cpu", **changes})
+    fields: dict[str, Any] = {
+        "cache_bytes_per_token": KIB,
+        "vocab_size": 100,
+        "device_type": "cpu",
+        **changes,
+    }
+    return ModelLimits(**fields)
 
 
-def derive(model: ModelLimits | None = None, **fields: Any) -> EngineConfig:  # Any: fields of several types
+def derive(model: ModelLimits | None = None, **changes: Any) -> EngineConfig:  # Any: fields of several types
     """Gives the limits for some settings, with a small cache where none is asked for."""
-    settings = InferenceConfig(**{"buffer_size_gb": 0.25, **fields})
-    return EngineConfig.derive(settings, model_limits() if model is None else model)
+    fields: dict[str, Any] = {"buffer_size_gb": 0.25, **changes}
+    return EngineConfig.derive(InferenceConfig(**fields), model_limits() if model is None else model)
 
 
 def test_the_cache_is_as_large_as_asked_for_down_to_fractions_of_a_gib() -> None:
@@ -81,7 +87,7 @@ def test_the_context_is_what_cache_and_positions_hold(caplog: pytest.LogCaptureF
 def test_what_the_model_says_is_taken_over() -> None:
     """The vocabulary bounds token ids, the seed makes a script's unseeded runs repeat."""
     config = EngineConfig.derive(
-        InferenceConfig(buffer_size_gb=0.25, enable_chunked_prefill=True),
+        InferenceConfig(buffer_size_gb=1, enable_chunked_prefill=True),
         model_limits(vocab_size=151_936, sampling_seed=7),
         attention_backend="sdpa",
     )

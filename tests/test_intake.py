@@ -24,6 +24,11 @@ class TokenizerWithBos(FakeTokenizer):
     bos = 5
 
 
+def with_fields(**fields: Any) -> SamplingParams:  # Any: megatron's annotations leave None out
+    """Gives parameters."""
+    return SamplingParams(**fields)
+
+
 def new_intake(config: EngineConfig | None = None, tokenizer: FakeTokenizer | None = None) -> Intake:
     """Gives an intake that counts its requests from 1."""
     ids = itertools.count(1)
@@ -96,7 +101,7 @@ def test_a_call_of_the_wrong_shape_is_refused(arguments: tuple[object, ...], err
     ("prompt", "message"),
     [
         ("", "prompt is empty, 0 tokens; give at least 1"),
-        ([[]], "prompt is empty, 0 tokens; give at least 1"),
+        ([[0][1:]], "prompt is empty, 0 tokens; give at least 1"),
         ([1] * 129, "prompt has 129 tokens, max_sequence_length is 128; shorten it or raise "),
         ("x" * 5_000, "prompt has 5,000 tokens, max_sequence_length is 128; shorten it or raise "),
         ([1, 97], "prompt has token id 97; the vocabulary is 0 to 96"),
@@ -119,7 +124,7 @@ def test_neighbours_of_a_bad_prompt_are_requests() -> None:
 
 def test_a_total_budget_below_the_prompt_fails_that_prompt() -> None:
     """The one for output alone can't be missed this way."""
-    params = SamplingParams(num_tokens_to_generate=None, num_tokens_total=3)
+    params = with_fields(num_tokens_to_generate=None, num_tokens_total=3)
     call = prepared([[1, 2], [1, 2, 3, 4]], params)
     assert [request.max_new_tokens for request in call.requests] == [1]
     assert str(call.entries[1].error).startswith(
@@ -135,10 +140,10 @@ def test_a_total_budget_below_the_prompt_fails_that_prompt() -> None:
     [
         (10, SamplingParams(num_tokens_to_generate=8), 8),
         (10, SamplingParams(num_tokens_to_generate=1_000_000), 118),
-        (10, SamplingParams(num_tokens_to_generate=None), 118),
+        (10, with_fields(num_tokens_to_generate=None), 118),
         (127, SamplingParams(num_tokens_to_generate=30), 1),
-        (10, SamplingParams(num_tokens_to_generate=None, num_tokens_total=15), 5),
-        (10, SamplingParams(num_tokens_to_generate=None, num_tokens_total=10_000), 118),
+        (10, with_fields(num_tokens_to_generate=None, num_tokens_total=15), 5),
+        (10, with_fields(num_tokens_to_generate=None, num_tokens_total=10_000), 118),
     ],
 )
 def test_a_budget_is_clamped_to_the_context(prompt_length: int, params: SamplingParams, budget: int) -> None:
@@ -151,7 +156,7 @@ def test_a_budget_is_clamped_to_the_context(prompt_length: int, params: Sampling
     [
         (128, GREEDY),
         (5, SamplingParams(num_tokens_to_generate=0)),
-        (5, SamplingParams(num_tokens_to_generate=None, num_tokens_total=5)),
+        (5, with_fields(num_tokens_to_generate=None, num_tokens_total=5)),
     ],
 )
 def test_no_room_for_output_is_nothing_to_run_and_no_error(

@@ -32,11 +32,12 @@ def recorded_logits(model: Megatron) -> Generator[list[Tensor]]:
         handle.remove()
 
 
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
 def test_packed_chunked_and_mixed_steps_continue_like_a_plain_forward_pass(
-    any_model: Megatron, start: StartRunner
+    any_model: Megatron, start: StartRunner, backend: str
 ) -> None:
     """The engine's whole promise: batching, chunks and the cache never change a greedy answer."""
-    planner = start(any_model)
+    planner = start(any_model, engine_config(attention_backend=backend))
     first, second, third, fourth = [planner.add(prompt) for prompt in PROMPTS]
     planner.step((first, 1), (second, 3))
     planner.step((first, 1), (second, 4), (fourth, 9))
@@ -48,9 +49,12 @@ def test_packed_chunked_and_mixed_steps_continue_like_a_plain_forward_pass(
         assert len(sequence.output) >= 7
 
 
-def test_logits_of_a_mixed_step_equal_the_plain_ones(any_model: Megatron, start: StartRunner) -> None:
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_logits_of_a_mixed_step_equal_the_plain_ones(
+    any_model: Megatron, start: StartRunner, backend: str
+) -> None:
     """Equal ids could hide a small error in positions or masks that long texts would show."""
-    planner = start(any_model)
+    planner = start(any_model, engine_config(attention_backend=backend))
     first, second, third = [planner.add(prompt) for prompt in PROMPTS[1:]]
     planner.step((first, 7), (third, 10))
     with recorded_logits(any_model) as recorded:
@@ -59,9 +63,12 @@ def test_logits_of_a_mixed_step_equal_the_plain_ones(any_model: Megatron, start:
     torch.testing.assert_close(recorded[0], torch.stack(expected), rtol=0, atol=1e-5)
 
 
-def test_never_reads_a_slot_that_was_not_written(any_model: Megatron, start: StartRunner) -> None:
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_never_reads_a_slot_that_was_not_written(
+    any_model: Megatron, start: StartRunner, backend: str
+) -> None:
     """A masked NaN still poisons a sum of products, so garbage in free memory must not be touched."""
-    planner = start(any_model)
+    planner = start(any_model, engine_config(attention_backend=backend))
     with torch.inference_mode():
         for layer in planner.runner.cache.layers:
             layer.keys.fill_(torch.nan)
@@ -226,9 +233,9 @@ def test_closing_twice_and_before_starting_is_harmless(model: Megatron) -> None:
     assert "forward" not in vars(model.decoder.layers[0].self_attention.core_attention)
 
 
-def test_unknown_attention_backend_is_refused_with_the_known_ones(model: Megatron) -> None:
-    """A typing error must not fall back to something slow."""
-    with pytest.raises(UnsupportedModelError, match=r"attention_backend is 'flahs'.*sdpa"):
+def test_unknown_attention_backend_is_refused_before_anything_starts(model: Megatron) -> None:
+    """The caller's thread gets the error, not the rank's."""
+    with pytest.raises(UnsupportedModelError, match="attention_backend is 'flahs'"):
         TorchRunner(model, engine_config(attention_backend="flahs"))
 
 

@@ -9,6 +9,7 @@ from megallm.core_async.sampling_params import SamplingParams
 
 FORMS = r"give str, list\[int\], list\[str\] or list\[list\[int\]\]"
 GREEDY = SamplingParams(temperature=0.0)
+NOTHING: list[int] = []
 
 
 @pytest.mark.parametrize(
@@ -20,9 +21,9 @@ GREEDY = SamplingParams(temperature=0.0)
         (["AB", "C"], ["AB", "C"], False),
         ([[33, 34]], [[33, 34]], False),
         ([[33], [34, 35]], [[33], [34, 35]], False),
-        ([], [], False),
+        (NOTHING, NOTHING, False),
         ("", [""], True),
-        ([[]], [[]], False),
+        ([NOTHING], [NOTHING], False),
     ],
 )
 def test_each_form_of_prompts(prompts: object, checked: list[object], is_single: bool) -> None:  # noqa: FBT001 - pytest passes it by name
@@ -154,5 +155,6 @@ def test_multi_modal_data_of_the_wrong_shape_or_kind(
 def test_no_multi_modal_data_in_any_shape_is_fine() -> None:
     """Code that handles both kinds of prompts passes None or empty dicts for text."""
     check_multi_modal(None, 2, is_single=False)
-    check_multi_modal({}, 1, is_single=True)
-    check_multi_modal([None, {}], 2, is_single=False)
+    empty: dict[str, object] = {}
+    check_multi_modal(empty, 1, is_single=True)
+    check_multi_modal([None, empty], 2, is_single=False)

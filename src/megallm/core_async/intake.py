@@ -115,6 +115,8 @@ class Intake:
             ),
             min_new_tokens=min(resolved.min_new, max_new),
             scores_prompt=resolved.scores_prompt,
+            priority=resolved.priority,
+            salt=resolved.salt,
         )
 
     def _token_ids(self, prompt: Prompt, resolved: Resolved) -> list[int]:

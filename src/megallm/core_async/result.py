@@ -77,7 +77,7 @@ def completed_result(
 
 
 def _add_log_probs(result: Result, completion: Completion, tokenizer: TokenizerAdapter) -> None:
-    """Fills in log-probs; they stay None where they were not asked for, and are empty for a prompt skipped."""
+    """Fills in log-probs; they stay None where nobody asked, and are empty for a prompt skipped."""
     if completion.log_probs is None:
         return
     lists: Any = result  # Any: megatron declares tensors here and gives lists
@@ -99,13 +99,17 @@ def _marks(epochs: tuple[tuple[int, int], ...] | None) -> list[tuple[int, int]] 
 
 def _result(entry: Entry, tokenizer: TokenizerAdapter) -> Result:
     prompt: Any = entry.prompt
+    token_ids = entry.token_ids
+    if entry.error is not None:
+        bounds = torch.iinfo(torch.int64)
+        token_ids = [min(max(token, bounds.min), bounds.max) for token in token_ids]  # may not fit
     if not isinstance(prompt, str):
-        prompt = tokenizer.detokenize(entry.token_ids) if entry.error is None else None
+        prompt = tokenizer.detokenize(token_ids) if entry.error is None else None
     return Result(
         request_id=entry.request_id,
         prompt=prompt,
-        prompt_tokens=torch.tensor(entry.token_ids, dtype=torch.int64),
-        prompt_length=len(entry.token_ids),
+        prompt_tokens=torch.tensor(token_ids, dtype=torch.int64),
+        prompt_length=len(token_ids),
         sampling_params=entry.params,
         generated_tokens=[],
         generated_length=0,

@@ -32,3 +32,7 @@ class SamplingParams(MegatronSamplingParams):
     """Above 0: divides positive and multiplies negative logits of tokens in prompt and output; 1 is off."""
     logit_bias: dict[int, float] | None = None
     """Token id -> what is added to its logit, -100 .. 100."""
+    priority: int = 0
+    """The lower, the sooner it is admitted and the later it yields; first come first served within one."""
+    cache_salt: str = ""
+    """Cached prefixes are shared only among requests of one salt."""

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -10,7 +9,7 @@ from megallm.core_async.intake import Call
 from megallm.core_async.messages import Completion
 
 
-class _Bar(tqdm[NoReturn]):
+class _Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument] - generic in its stubs alone
     """tqdm without its monitor thread."""
 
     monitor_interval = 0

@@ -259,7 +259,7 @@ class Scheduler(Actor[SchedulerMessage]):
         return grant
 
     def _offer(self, choice: Choice) -> list[tuple[Request, Admission]]:
-        """Gives who might be admitted; few while the line's head does not fit, since it is tried each step."""
+        """Gives who might be admitted; few while the line's head does not fit, since they are tried each step."""
         if not self._free_rows or choice.budget <= 0 or not len(self._waiting):
             return []
         rows = self._free_rows[: -self._num_offered - 1 : -1]

@@ -18,30 +18,44 @@
 
 namespace {
 
-constexpr int64_t kCacheTile = 64;   // cached tokens looked at together
-constexpr int64_t kQueryTile = 96;   // query heads that share a look at the cache, where a row has as many
-constexpr float kNoKey[kLanes] = {};
+constexpr int64_t kCacheTile = 64;  // cached tokens looked at together
+constexpr int64_t kQueryTile = 96;  // query heads that share a look at the cache, where a row has as many
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// One kv head's keys or values of some tokens, through their slots.
+// Keys or values of some tokens, through their slots.
 struct CachedRows {
   const float* first;
   int64_t stride;
   const int64_t* slots;
   const float* operator[](int64_t token) const { return first + slots[token] * stride; }
-  void fetch(int64_t begin, int64_t end, int64_t width) const {
-    for (int64_t token = begin; token < end; token++) {
-      for (int64_t d = 0; d < width; d += 16) __builtin_prefetch((*this)[token] + d, 0, 2);
-    }
-  }
   CachedRows shifted(int64_t d) const { return {first + d, stride, slots}; }
 };
 
-// sums[m][lane] = sums[m][lane] * factors[m] (0 without factors) + sum over i in [begin, end) of weights[m][i] * rows[i][lane], for V
-// vectors of lanes, of which a last one alone may have fewer than kLanes to be read. i is added in order.
+// Cached rows that are wanted soon, fetched a few lines at a time between other work: of many requests at
+// once most are dropped.
+struct Wanted {
+  CachedRows rows;
+  int64_t count, width;
+  int64_t row = 0, d = 0;
+
+  void fetch() {
+    if (row >= count) return;
+    const float* const from = rows[row] + d;
+    UNROLL for (int line = 0; line < 4; line++) __builtin_prefetch(from + line * 16, 0, 2);
+    d += 64;
+    if (d >= width) {
+      d = 0;
+      row++;
+    }
+  }
+};
+
+// sums[m][lane] = sums[m][lane] * factors[m] (0 without factors) + sum over i in [begin, end) of
+// weights[m][i] * rows[i][lane], for V vectors of lanes, of which a last one alone may have fewer than kLanes to
+// be read. i is added in order.
 template <int M, int V, typename RowsOfLanes>
 inline void add_weighted(Rows weights, const float* factors, const RowsOfLanes& rows, int64_t begin, int64_t end,
-                         int64_t last_lanes, float* sums, int64_t stride) {
+                         int64_t last_lanes, float* sums, int64_t stride, Wanted& wanted) {
   Vector parts[M * V];
   UNROLL for (int m = 0; m < M; m++) {
     UNROLL for (int v = 0; v < V; v++) {
@@ -50,6 +64,7 @@ inline void add_weighted(Rows weights, const float* factors, const RowsOfLanes& 
   }
   for (int64_t i = begin; i < end; i++) {
     const float* const row = rows[i];
+    wanted.fetch();
     Vector lanes[V];
     UNROLL for (int v = 0; v < V; v++) {
       const bool is_whole = V > 1 || last_lanes == kLanes;
@@ -70,7 +85,8 @@ inline void add_weighted(Rows weights, const float* factors, const RowsOfLanes& 
 // The same for `width` lanes and any number of sums.
 template <typename RowsOfLanes>
 inline void add_all_weighted(int64_t count, Rows weights, const float* factors, const RowsOfLanes& rows,
-                             int64_t begin, int64_t end, int64_t width, float* sums, int64_t stride) {
+                             int64_t begin, int64_t end, int64_t width, float* sums, int64_t stride,
+                             Wanted& wanted) {
   for (int64_t m = 0; m < count; m += kTileRows) {
     for (int64_t d = 0; d < width;) {
       const int64_t lanes = width - d, vectors = lanes >= 4 * kLanes ? 4 : lanes >= 2 * kLanes ? 2 : 1;
@@ -80,7 +96,7 @@ inline void add_all_weighted(int64_t count, Rows weights, const float* factors, 
                           : vectors == 2 ? add_weighted<M, 2, RowsOfLanes>
                                          : add_weighted<M, 1, RowsOfLanes>;
         call(weights.from(m), factors == nullptr ? nullptr : factors + m, rows.shifted(d), begin, end,
-             std::min<int64_t>(kLanes, lanes), sums + m * stride + d, stride);
+             std::min<int64_t>(kLanes, lanes), sums + m * stride + d, stride, wanted);
       };
       switch (std::min<int64_t>(count - m, kTileRows)) {
         case 1: add(std::integral_constant<int, 1>{}); break;
@@ -111,35 +127,40 @@ struct PagedAttention {
   // The first row that has no query, or fewer tokens in its context than queries; -1 if there is none.
   int64_t refused_row() const {
     for (int64_t row = 0; row < rows; row++) {
-      const int32_t queries = query_starts[row + 1] - query_starts[row];
-      if (queries < 1 || context_lengths[row] < queries) return row;
+      if (num_queries(row) < 1 || context_lengths[row] < num_queries(row)) return row;
     }
     return -1;
   }
 
   void run(int64_t threads) const {
-    struct Tile {
-      int64_t row, first_query;
-    };
-    const int64_t group = heads / kv_heads, step = std::max<int64_t>(1, kQueryTile / group);
+    const int64_t step = std::max<int64_t>(1, kQueryTile / (heads / kv_heads));
     std::vector<Tile> tiles;
     tiles.reserve(rows);
     for (int64_t row = 0; row < rows; row++) {
-      const int64_t queries = query_starts[row + 1] - query_starts[row];
       // the last queries see most, so they go first: what is left at the end is small
-      for (int64_t first = (queries - 1) / step * step; first >= 0; first -= step) tiles.push_back({row, first});
+      for (int64_t first = (num_queries(row) - 1) / step * step; first >= 0; first -= step) {
+        tiles.push_back(tile_of(row, first, std::min(step, num_queries(row) - first)));
+      }
     }
-    parallel_for(threads, static_cast<int64_t>(tiles.size()) * kv_heads, [&](int64_t chunk) {
-      const Tile tile = tiles[chunk / kv_heads];
-      const int64_t left = query_starts[tile.row + 1] - query_starts[tile.row] - tile.first_query;
-      attend(tile.row, chunk % kv_heads, tile.first_query, std::min(step, left));
+    const int64_t count = static_cast<int64_t>(tiles.size());
+    // all kv heads of a tile together where there are tiles enough: a token's heads are neighbours in memory
+    const int64_t together = count >= 4 * threads ? kv_heads : 1, parts = kv_heads / together;
+    parallel_for(threads, count * parts, [&](int64_t chunk) {
+      const int64_t tile = chunk / parts, head = chunk % parts * together;
+      attend(tiles[tile], head, head + together, tiles[std::min(tile + 1, count - 1)]);
     });
   }
 
  private:
-  // What one thread needs for a tile of queries, one entry or row for each query head.
+  // Some queries of a row, and the tokens that any of them sees: [begin, end).
+  struct Tile {
+    int64_t row, first_token, num_queries, first_position, begin, end;
+    int64_t first_cache_tile() const { return begin / kCacheTile * kCacheTile; }
+  };
+
+  // What one thread needs: an entry or row for each query head, and keys by dimension.
   struct Scratch {
-    std::vector<int64_t> slots;
+    std::vector<int64_t> slots, next_slots;
     std::vector<float> floats;
     float *queries, *keys, *scores, *sums, *largest, *totals, *factors;
     int64_t sums_stride;
@@ -165,84 +186,117 @@ struct PagedAttention {
     }
   };
 
-  // The slots of a row's tokens [begin, end), in places counted from the start of the tile that begin is in.
-  void find_slots(Scratch& scratch, int64_t row, int64_t begin, int64_t end) const {
-    const int64_t first_tile = begin / kCacheTile * kCacheTile;
-    if (static_cast<int64_t>(scratch.slots.size()) < end - first_tile) scratch.slots.resize(end - first_tile);
-    const int32_t* const table = block_tables + row * table_stride;
-    for (int64_t position = begin; position < end;) {
+  int64_t num_queries(int64_t row) const { return query_starts[row + 1] - query_starts[row]; }
+
+  Tile tile_of(int64_t row, int64_t first_query, int64_t count) const {
+    const int64_t position = context_lengths[row] - num_queries(row) + first_query;
+    return {row,      query_starts[row] + first_query,
+            count,    position,
+            window < 0 ? 0 : std::max<int64_t>(0, position - window),
+            position + count};
+  }
+
+  // The slots of the tile's tokens up to `end`, in places counted from the start of its first cache tile.
+  void find_slots(std::vector<int64_t>& slots, const Tile& tile, int64_t end) const {
+    const int64_t origin = tile.first_cache_tile();
+    if (static_cast<int64_t>(slots.size()) < end - origin) slots.resize(end - origin);
+    const int32_t* const table = block_tables + tile.row * table_stride;
+    for (int64_t position = tile.begin; position < end;) {
       const int64_t offset = position % block_size, first = table[position / block_size] * block_size + offset;
       const int64_t count = std::min(block_size - offset, end - position);
-      for (int64_t i = 0; i < count; i++) scratch.slots[position - first_tile + i] = first + i;
+      for (int64_t i = 0; i < count; i++) slots[position - origin + i] = first + i;
       position += count;
     }
   }
 
-  // `num_queries` queries of a row, all heads of a group.
-  void attend(int64_t row, int64_t kv_head, int64_t first_query, int64_t num_queries) const {
+  CachedRows rows_of(const float* cache, int64_t width, int64_t kv_head, const int64_t* slots) const {
+    return {cache + kv_head * width, kv_heads * width, slots};
+  }
+
+  // All queries of a tile, for the query heads of kv heads [head, head_end). `next` is what follows.
+  void attend(const Tile& tile, int64_t head, int64_t head_end, const Tile& next) const {
     thread_local Scratch scratch;
-    const int64_t group = heads / kv_heads, count = num_queries * group;
-    const int64_t first_token = query_starts[row] + first_query;
-    const int64_t first_position =
-        context_lengths[row] - (query_starts[row + 1] - query_starts[row]) + first_query;
-    scratch.shape(count, head_dim, value_dim);
-    for (int64_t i = 0; i < count; i++) {
-      const float* const query =
-          q + (first_token + i / group) * q_token_stride + (kv_head * group + i % group) * q_head_stride;
+    const int64_t group = heads / kv_heads, count = tile.num_queries * group, num_heads = head_end - head;
+    scratch.shape(count * num_heads, head_dim, value_dim);
+    find_slots(scratch.slots, tile, tile.end);
+    find_slots(scratch.next_slots, next, std::min(next.end, next.first_cache_tile() + kCacheTile));
+    const auto place = [&](int64_t h, int64_t i) { return h * count + i; };
+    for_each(tile, head, head_end, [&](int64_t i, int64_t token, int64_t query_head) {
+      const float* const query = q + token * q_token_stride + query_head * q_head_stride;
       for (int64_t d = 0; d < head_dim; d++) scratch.queries[i * head_dim + d] = query[d] * scale;
+    });
+    for (int64_t at = tile.first_cache_tile(); at < tile.end; at += kCacheTile) {
+      const bool is_last = at + kCacheTile >= tile.end;
+      const int64_t* const wanted_slots =
+          is_last ? scratch.next_slots.data() : scratch.slots.data() + (at + kCacheTile - tile.first_cache_tile());
+      const int64_t wanted = is_last ? std::min(kCacheTile, next.end - next.first_cache_tile())
+                                     : std::min(kCacheTile, tile.end - at - kCacheTile);
+      Wanted next_keys{rows_of(keys, head_dim, head, wanted_slots), wanted, num_heads * head_dim};
+      Wanted next_values{rows_of(values, value_dim, head, wanted_slots), wanted, num_heads * value_dim};
+      for (int64_t h = head; h < head_end; h++) {
+        attend(scratch, tile, at, h, place(h - head, 0), next_keys, next_values);
+      }
     }
-    const int64_t end = first_position + num_queries;
-    const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, first_position - window);
-    const int64_t first_tile = begin / kCacheTile * kCacheTile;
-    find_slots(scratch, row, begin, end);
-    for (int64_t tile = first_tile; tile < end; tile += kCacheTile) {
-      const int64_t skipped = std::max<int64_t>(0, begin - tile), tokens = std::min(kCacheTile, end - tile);
-      const int64_t* const slots = scratch.slots.data() + (tile - first_tile);
-      const int64_t width = (tokens + kLanes - 1) / kLanes * kLanes;
-      const CachedRows tile_keys{keys + kv_head * head_dim, kv_heads * head_dim, slots};
-      const CachedRows tile_values{values + kv_head * value_dim, kv_heads * value_dim, slots};
-      tile_values.fetch(skipped, tokens, value_dim);
-      tile_keys.fetch(kCacheTile, std::min(2 * kCacheTile, end - tile), head_dim);
-      turn_keys(scratch, tile_keys, skipped, tokens);
-      add_all_weighted(count, {scratch.queries, head_dim}, nullptr, Rows{scratch.keys, kCacheTile}, 0, head_dim,
-                       width, scratch.scores, kCacheTile);
-      for (int64_t i = 0; i < count; i++) weigh(scratch, i, tile, width, first_position + i / group);
-      add_all_weighted(count, {scratch.scores, kCacheTile}, scratch.factors, tile_values, skipped, tokens,
-                       value_dim, scratch.sums, scratch.sums_stride);
-    }
-    for (int64_t i = 0; i < count; i++) {
-      float* const result =
-          out + ((first_token + i / group) * heads + kv_head * group + i % group) * value_dim;
+    for_each(tile, head, head_end, [&](int64_t i, int64_t token, int64_t query_head) {
+      float* const result = out + (token * heads + query_head) * value_dim;
       const float* const sums = scratch.sums + i * scratch.sums_stride;
       for (int64_t d = 0; d < value_dim; d++) result[d] = sums[d] / scratch.totals[i];
+    });
+  }
+
+  // Calls `visit(place in the scratch, token, query head)` for a tile's queries, by kv head, then token.
+  template <typename Visit>
+  void for_each(const Tile& tile, int64_t head, int64_t head_end, const Visit& visit) const {
+    const int64_t group = heads / kv_heads;
+    int64_t i = 0;
+    for (int64_t h = head; h < head_end; h++) {
+      for (int64_t token = 0; token < tile.num_queries; token++) {
+        for (int64_t g = 0; g < group; g++) visit(i++, tile.first_token + token, h * group + g);
+      }
     }
   }
 
-  // Lays the keys of tokens [begin, end) out by dimension: keys[d][token]. Those of other tokens in the same
-  // vectors are 0.
+  // One kv head's share of one tile of the cache, for its queries, which have places from `first` on.
+  void attend(const Scratch& scratch, const Tile& tile, int64_t at, int64_t head, int64_t first, Wanted& next_keys,
+              Wanted& next_values) const {
+    const int64_t group = heads / kv_heads, count = tile.num_queries * group;
+    const int64_t begin = std::max<int64_t>(0, tile.begin - at), end = std::min(kCacheTile, tile.end - at);
+    const int64_t width = (end + kLanes - 1) / kLanes * kLanes;
+    const int64_t* const slots = scratch.slots.data() + (at - tile.first_cache_tile());
+    float* const scores = scratch.scores + first * kCacheTile;
+    turn_keys(scratch, rows_of(keys, head_dim, head, slots), begin, end);
+    add_all_weighted(count, {scratch.queries + first * head_dim, head_dim}, nullptr,
+                     Rows{scratch.keys, kCacheTile}, 0, head_dim, width, scores, kCacheTile, next_keys);
+    for (int64_t i = 0; i < count; i++) weigh(scratch, first + i, at, width, tile.first_position + i / group);
+    add_all_weighted(count, {scores, kCacheTile}, scratch.factors + first, rows_of(values, value_dim, head, slots),
+                     begin, end, value_dim, scratch.sums + first * scratch.sums_stride, scratch.sums_stride,
+                     next_values);
+  }
+
+  // Lays the keys of tokens [begin, end) out by dimension: keys[d][token]. The vectors they are in are filled
+  // up with others of these tokens.
   void turn_keys(const Scratch& scratch, const CachedRows& tile_keys, int64_t begin, int64_t end) const {
     for (int64_t token = begin / kLanes * kLanes; token < end; token += kLanes) {
-      const float* rows[kLanes];
-      UNROLL for (int i = 0; i < kLanes; i++) {
-        rows[i] = begin <= token + i && token + i < end ? tile_keys[token + i] : kNoKey;
-      }
-      for (int64_t d = 0; d < head_dim; d += kLanes) {
+      const float* from[kLanes];
+      UNROLL for (int i = 0; i < kLanes; i++) from[i] = tile_keys[std::clamp(token + i, begin, end - 1)];
+      const auto turn = [&](int64_t d, const auto& load_at) {
         Vector square[kLanes];
-        UNROLL for (int i = 0; i < kLanes; i++) {
-          const float* const key = rows[i] == kNoKey ? kNoKey : rows[i] + d;
-          square[i] = d + kLanes <= head_dim ? load(key) : load_part(key, head_dim - d);
-        }
+        UNROLL for (int i = 0; i < kLanes; i++) square[i] = load_at(from[i] + d);
         transpose(square);
         UNROLL for (int i = 0; i < kLanes; i++) store(scratch.keys + (d + i) * kCacheTile + token, square[i]);
-      }
+      };
+      int64_t d = 0;
+      for (; d + kLanes <= head_dim; d += kLanes) turn(d, [](const float* key) { return load(key); });
+      const int64_t left = head_dim - d;
+      if (left > 0) turn(d, [left](const float* key) { return load_part(key, left); });
     }
   }
 
   // Turns a query's scores into weights relative to the largest score so far, 0 for tokens it must not see.
-  void weigh(const Scratch& scratch, int64_t i, int64_t tile, int64_t width, int64_t position) const {
+  void weigh(const Scratch& scratch, int64_t i, int64_t at, int64_t width, int64_t position) const {
     float* const scores = scratch.scores + i * kCacheTile;
-    const int64_t first = window < 0 ? 0 : std::clamp<int64_t>(position - window - tile, 0, width);
-    const int64_t last = std::clamp<int64_t>(position + 1 - tile, first, width);
+    const int64_t first = window < 0 ? 0 : std::clamp<int64_t>(position - window - at, 0, width);
+    const int64_t last = std::clamp<int64_t>(position + 1 - at, first, width);
     std::fill(scores, scores + first, kNever);
     std::fill(scores + last, scores + width, kNever);
     Vector most = load(scores);

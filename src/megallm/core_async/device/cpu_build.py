@@ -2,13 +2,13 @@
 
 No header of torch is included and no extension loader used: the sources are plain C++ behind a C interface,
 which `g++` builds in three seconds, where torch's headers take 25, and a file built once serves every
-version of torch and Python. Knows compilers and the cache of built files; knows no kernel.
+version of torch and Python. Knows compilers and the folder of built files; knows no kernel.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import logging
-import os
 import platform
 import subprocess
 import tempfile
@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 COMPILERS = ("g++", "clang++", "c++")
 """What is tried, in this order; found as the operating system finds programs."""
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=fast")
-"""`-march=native` is right because the file's name carries the CPU it was built on."""
+"""`-march=native` is right because the built file's name says which CPU it is for."""
 BUILD_TIMEOUT_S = 120.0
 
 
@@ -33,32 +33,38 @@ def load_library(
 ) -> ctypes.CDLL | None:
     """Gives the library built from `source`; None, and one line in the log, where it can't be had.
 
-    `source` may include its neighbours. A file built before from the same sources, by the same compiler, on
-    the same kind of CPU is taken from `cache_dir`; a folder that can't be written to is done without. Several
+    `source` may include its neighbours. What was built before, from the same sources on the same kind of CPU,
+    is taken from `cache_dir`; where that can't be written to, the library is built every time. Several
     processes may build at once: each builds a file of its own, and renames it when it is whole.
     """
-    names = COMPILERS if compiler is None else (compiler,)
-    version = next(((name, text) for name in names if (text := _version_of(name)) is not None), None)
-    if version is None:
-        _logger.info("no C++ compiler (%s): CPU kernels run in torch, slower", ", ".join(names))
-        return None
-    found, text = version
     folder = default_cache_dir() if cache_dir is None else cache_dir
-    target = folder / f"{source.stem}-{_key_of(source, text)}.so"
-    try:
-        if target.exists():
-            return ctypes.CDLL(str(target))
+    target = folder / f"{source.stem}-{_key_of(source)}.so"
+    with contextlib.suppress(
+        OSError
+    ):  # none yet; or one that needs a library this system has not: build anew
+        return ctypes.CDLL(str(target))
+    compilers = COMPILERS if compiler is None else (compiler,)
+    for name in compilers:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as build:
-                return ctypes.CDLL(str(_built(found, source, Path(build)).replace(target)))
-        except PermissionError:
-            with tempfile.TemporaryDirectory() as build:
-                return ctypes.CDLL(str(_built(found, source, Path(build))))
-    except (OSError, subprocess.SubprocessError) as error:
-        output = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
-        _logger.info("CPU kernels run in torch, slower: %s can't build them: %s %s", found, error, output)
-        return None
+            with _build_folder(folder) as build:
+                return _load_as(target, _built(name, source, Path(build)))
+        except FileNotFoundError:
+            continue  # no such compiler
+        except (OSError, subprocess.SubprocessError) as error:
+            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+            _logger.info("CPU kernels run in torch, slower: %s can't build them: %s\n%s", name, error, said)
+            return None
+    _logger.info("CPU kernels run in torch, slower: found no C++ compiler (%s)", ", ".join(compilers))
+    return None
+
+
+def _build_folder(cache_dir: Path) -> tempfile.TemporaryDirectory[str]:
+    """Gives a folder to build in, on the cache's file system if it can be written to."""
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=cache_dir)
+    except OSError:
+        return tempfile.TemporaryDirectory()
 
 
 def _built(compiler: str, source: Path, folder: Path) -> Path:
@@ -73,21 +79,17 @@ def _built(compiler: str, source: Path, folder: Path) -> Path:
     return library
 
 
-def _version_of(compiler: str) -> str | None:
-    """Gives what a compiler says of itself; None if there is none of that name."""
-    try:
-        answer = subprocess.run(  # noqa: S603 - one of our names, or the caller's
-            (compiler, "--version"), check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout
+def _load_as(target: Path, library: Path) -> ctypes.CDLL:
+    """Moves a built file to its place, if that can be, and loads it; once loaded it may be deleted."""
+    with contextlib.suppress(OSError):
+        library = library.replace(target)
+    return ctypes.CDLL(str(library))
 
 
-def _key_of(source: Path, compiler_version: str) -> str:
+def _key_of(source: Path) -> str:
     """Names everything that the built file depends on."""
     digest = hashlib.sha256()
-    for part in (compiler_version, *FLAGS, platform.machine(), _cpu_features(), source.name):
+    for part in (*FLAGS, platform.system(), platform.machine(), _cpu_features(), source.name):
         digest.update(part.encode() + b"\0")
     for path in sorted(source.parent.glob(f"*{source.suffix}")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -99,6 +101,6 @@ def _cpu_features() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return f"{platform.processor()} {os.uname().version}"
+        return platform.processor()
     wanted = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
     return "\n".join(dict.fromkeys(line for line in lines if line.partition(":")[0].strip() in wanted))

@@ -2,7 +2,7 @@
 //
 // Compiled by cpu_build.py on the machine it runs on, called by cpu_kernels.py, which says what each function
 // does and checks what it is given. float32 only; sizes and strides count floats; no function allocates
-// its output or keeps a pointer. Includes no header of torch, so that it builds in about two seconds.
+// its output or keeps a pointer. Includes no header of torch, so that it builds in three seconds.
 
 #include <algorithm>
 #include <cmath>

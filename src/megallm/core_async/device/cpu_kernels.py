@@ -6,7 +6,7 @@ machine, 10 ms after that), then its methods, which behave alike whether compile
 
 What to use, by measurement (2 cores, AVX-512): everything here, always. `linear` takes weights as the model
 holds them and beats every layout that torch can use at any number of rows, so nothing is relaid, copied or
-undone, and a tied embedding needs no second copy (see cpu_linear.py for what remains without a compiler).
+undone, and a tied embedding needs no second copy. Without a compiler, cpu_linear.py relays weights.
 Compiled kernels start nothing in torch's OpenMP: a busy second core makes them slower, and never stalls them.
 
 Compiled kernels are for float32; other dtypes take the torch path, call by call. A row's result does not
@@ -22,9 +22,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from megallm.core_async.device.cpu_build import load_library
+from megallm.core_async.device.cpu_reference import TorchKernels, check_row
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -38,7 +38,7 @@ class CpuKernels(Protocol):
         """Gives `[..., n]`, the product of `x`, `[..., k]`, with each row of `weight`, `[n, k]`."""
         ...
 
-    def paged_attention(
+    def paged_attention(  # noqa: PLR0917 - the order in which a kernel takes tensors
         self,
         q: Tensor,
         k_cache: Tensor,
@@ -62,7 +62,7 @@ class CpuKernels(Protocol):
         """
         ...
 
-    def rope_and_cache_write(
+    def rope_and_cache_write(  # noqa: PLR0917 - the order in which a kernel takes tensors
         self,
         q: Tensor,
         k: Tensor,
@@ -104,81 +104,6 @@ def load_kernels(*, cache_dir: Path | None = None, compiler: str | None = None) 
     return TorchKernels() if library is None else CompiledKernels(library)
 
 
-class TorchKernels:
-    """The kernels in plain torch: the reference, and what runs without a compiler or in other dtypes."""
-
-    is_compiled = False
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See CpuKernels."""
-        return functional.linear(x, weight, bias)
-
-    def paged_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        query_starts: Tensor,
-        context_lengths: Tensor,
-        scale: float,
-        out: Tensor,
-        window: int | None = None,
-    ) -> None:
-        """See CpuKernels."""
-        block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-        keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-        starts, lengths = query_starts.tolist(), context_lengths.tolist()
-        for row, (first, last, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
-            _check_row(row, last - first, length)
-            begin = 0 if window is None else max(0, length - (last - first) - window)
-            positions = torch.arange(begin, length)
-            slots = block_tables[row, positions // block_size].long() * block_size + positions % block_size
-            distances = torch.arange(length - (last - first), length)[:, None] - positions
-            is_seen = distances >= 0 if window is None else (distances >= 0) & (distances <= window)
-            out[first:last] = functional.scaled_dot_product_attention(
-                q[first:last].transpose(0, 1),
-                keys[slots].transpose(0, 1).repeat_interleave(group, dim=0),
-                values[slots].transpose(0, 1).repeat_interleave(group, dim=0),
-                attn_mask=is_seen,
-                scale=scale,
-            ).transpose(0, 1)
-
-    def rope_and_cache_write(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-    ) -> None:
-        """See CpuKernels."""
-        if cos is not None and sin is not None:
-            for vectors in (q, k):
-                turning = vectors[..., : cos.shape[-1]]
-                first, second = turning.chunk(2, dim=-1)
-                quarter_turned = torch.cat((-second, first), dim=-1)
-                turning.copy_(turning * cos[:, None] + quarter_turned * sin[:, None])
-        k_cache.flatten(0, 1).index_copy_(0, slots, k)
-        v_cache.flatten(0, 1).index_copy_(0, slots, v)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See CpuKernels."""
-        return functional.rms_norm(x, weight.shape, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See CpuKernels."""
-        return functional.rms_norm(residual.add_(x), weight.shape, weight, eps)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See CpuKernels."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
-
-
 class CompiledKernels(TorchKernels):
     """The kernels of cpu_kernels.cpp, for float32; each call in another dtype runs in torch."""
 
@@ -213,7 +138,7 @@ class CompiledKernels(TorchKernels):
         )
         return y
 
-    def paged_attention(
+    def paged_attention(  # noqa: PLR0917 - the order in which a kernel takes tensors
         self,
         q: Tensor,
         k_cache: Tensor,
@@ -261,9 +186,9 @@ class CompiledKernels(TorchKernels):
         )
         if refused >= 0:
             first, last = query_starts[refused : refused + 2].tolist()
-            _check_row(refused, last - first, int(context_lengths[refused]))
+            check_row(refused, last - first, int(context_lengths[refused]))
 
-    def rope_and_cache_write(
+    def rope_and_cache_write(  # noqa: PLR0917 - the order in which a kernel takes tensors
         self,
         q: Tensor,
         k: Tensor,
@@ -360,11 +285,3 @@ def _function(library: ctypes.CDLL, name: str, parameters: str) -> Callable[...,
     function.argtypes = [_C_TYPES[letter] for letter in parameters if letter != " "]
     function.restype = ctypes.c_int64
     return function
-
-
-def _check_row(row: int, num_queries: int, context_length: int) -> None:
-    if not 1 <= num_queries <= context_length:
-        raise ValueError(
-            f"row {row} has {num_queries} queries and a context of {context_length} tokens; "
-            "a row needs at least one query, and its queries are part of its context"
-        )

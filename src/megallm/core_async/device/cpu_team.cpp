@@ -48,7 +48,7 @@ class Team {
     body_.store(body);
     loop_.store(loop);
     chunks_.store(chunks);
-    helpers_.store(threads - 1);
+    wanted_workers_.store(threads - 1);
     finished_.store(0);
     claim_.store(generation << 32);
     if (sleepers_.load() > 0) {
@@ -92,7 +92,7 @@ class Team {
     uint64_t seen = 0;
     for (;;) {
       seen = next_generation(seen);
-      if (index < helpers_.load()) work(seen);
+      if (index < wanted_workers_.load()) work(seen);
     }
   }
 
@@ -121,7 +121,7 @@ class Team {
   std::atomic<Body> body_{nullptr};
   std::atomic<const void*> loop_{nullptr};
   std::atomic<int64_t> chunks_{0};
-  std::atomic<int64_t> helpers_{0};
+  std::atomic<int64_t> wanted_workers_{0};
   std::atomic<int64_t> finished_{0};
   std::atomic<int64_t> sleepers_{0};
   int64_t workers_ = 0;  // written by the busy caller alone

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #if defined(__AVX512F__)
@@ -141,7 +142,7 @@ inline float largest_lane(Vector vector) {
 
 // ---- the exponential -----------------------------------------------------------------------------
 
-// e^x to about one unit in the last place; exactly 0 below -87. Method and coefficients: S. Moshier,
+// e^x to about one unit in the last place; exactly 0 below -87, infinite above 88. Method and coefficients: S. Moshier,
 // Cephes, expf: x = n ln 2 + r, a polynomial in r, and n added to the exponent.
 inline Vector exponential(Vector x) {
   const Vector clipped = x > 88.0f ? spread(88.0f) : (x < -87.0f ? spread(-87.0f) : x);
@@ -157,7 +158,7 @@ inline Vector exponential(Vector x) {
   p = p * (r * r) + r + 1.0f;
   const Lanes exponent = (reinterpret_cast<Lanes>(shifted) + 127) << 23;
   const Vector result = p * reinterpret_cast<Vector>(exponent);
-  return x < -87.0f ? Vector{} : result;
+  return x < -87.0f ? Vector{} : x > 88.0f ? spread(std::numeric_limits<float>::infinity()) : result;
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 """Calls into a loop from other threads: each a future, each a task of its own, none an orphan."""
 
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
@@ -22,7 +23,8 @@ class CallQueue:
             Callable[[], Coroutine[Any, Any, None]]
         ](inf)
         self._tasks: TaskGroup | None = None
-        self._unfinished: set[Future[Any]] = set()
+        self._unfinished: dict[Future[Any], None] = {}
+        """Those whose outcome is not settled; whoever pops one settles it."""
         self._has_ended = False
 
     @property
@@ -33,14 +35,14 @@ class CallQueue:
     def submit[*A, T](self, function: Callable[[*A], Awaitable[T]], *args: *A) -> Future[T]:
         """Starts a call in the loop, from any thread; cancelling the future cancels the call.
 
-        The future is cancelled when the queue ends first.
+        The future is cancelled when the queue ends first. `concurrent.futures.wait` returns for a
+        cancelled one once the call is over.
         Raises: RuntimeError when it has ended.
         """
         future: Future[T] = Future()
-        self._unfinished.add(future)
-        future.add_done_callback(self._unfinished.discard)
+        self._unfinished[future] = None
         if self._has_ended:
-            future.cancel()
+            self._drop(future)
             raise RuntimeError("the loop has ended")
         self._post(lambda: self._enqueue(lambda: self._run(function, args, future), future))
         return future
@@ -73,35 +75,40 @@ class CallQueue:
         """Cancels every call that has not ended, and refuses more: the loop is over. Idempotent."""
         self._has_ended = True
         for future in list(self._unfinished):
-            future.cancel()
+            self._drop(future)
 
     def _enqueue(self, call: Callable[[], Coroutine[Any, Any, None]], future: Future[Any]) -> None:
         """Hands a call to the loop's task; one that comes after `close` is cancelled."""
         try:
             self._calls.send_nowait(call)
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-            future.cancel()
+            self._drop(future)
 
     async def _run[*A, T](
         self, function: Callable[[*A], Awaitable[T]], args: tuple[*A], future: Future[T]
     ) -> None:
         """Runs one call and gives its outcome to the future, which its caller may have cancelled."""
         with anyio.CancelScope() as scope:
-            future.add_done_callback(lambda _: self._post(scope.cancel) if future.cancelled() else None)
+            future.add_done_callback(lambda done: self._post(scope.cancel) if done.cancelled() else None)
             try:
                 value = await function(*args)
-            except Exception as failure:  # noqa: BLE001 - it is the caller's, whole
-                error = failure
-                _settle(future, lambda: future.set_exception(error))
+            except Exception as error:  # noqa: BLE001 - it is the caller's, whole
+                _settle(future.set_exception, error)
             else:
-                _settle(future, lambda: future.set_result(value))
+                _settle(future.set_result, value)
             finally:
-                future.cancel()
+                self._drop(future)
+                del future  # an error's traceback holds this frame: a cycle would keep both, and all they hold
+
+    def _drop(self, future: Future[Any]) -> None:
+        """Cancels a future that has no outcome: nothing works on it any more."""
+        if future in self._unfinished:
+            del self._unfinished[future]
+            if future.cancel():
+                future.set_running_or_notify_cancel()  # else concurrent.futures.wait() would wait for ever
 
 
-def _settle(future: Future[Any], give: Callable[[], None]) -> None:
+def _settle[T](give: Callable[[T], None], outcome: T) -> None:
     """Gives an outcome to a future unless its caller has cancelled it, perhaps this very moment."""
-    try:
-        give()
-    except InvalidStateError:
-        assert future.cancelled(), "a future was settled twice"
+    with contextlib.suppress(InvalidStateError):
+        give(outcome)

@@ -75,6 +75,6 @@ class NewRequest(Struct, frozen=True, gc=False):
     salt: str = ""
     """Prefixes are shared only within one salt."""
     shares_prefix: bool = False
-    """Whether its blocks may be shared with other requests although prefix caching is off: forks of one prompt."""
+    """Its blocks may be shared although prefix caching is off: it is one of several forks of a prompt."""
     scores_prompt: bool = False
     """Report the log-probability of each prompt token after the first, and its likeliest rivals."""

@@ -12,6 +12,8 @@ from megallm.core_async.messages import Sampling
 from megallm.core_async.plan.prompts import items_of
 
 MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 1_000_000
+"""Of either sign."""
 _MISSING = object()
 
 
@@ -41,6 +43,8 @@ class Resolved(Struct, frozen=True, gc=False):
     keep_stop: bool
     add_bos: bool
     scores_prompt: bool
+    priority: int
+    salt: str
 
 
 def resolve(params: ParamsFields, *, eod: int | None, vocab_size: int) -> Resolved:
@@ -66,6 +70,8 @@ def resolve(params: ParamsFields, *, eod: int | None, vocab_size: int) -> Resolv
         keep_stop=_boolean(params, "detokenize_stop_sequence"),
         add_bos=_boolean(params, "add_BOS"),
         scores_prompt=wants_log_probs and not _boolean(params, "skip_prompt_log_probs"),
+        priority=_integer(params, "priority", -MAX_PRIORITY, MAX_PRIORITY, 0),
+        salt=_string(params, "cache_salt"),
     )
 
 
@@ -144,6 +150,13 @@ def _boolean(params: object, field: str) -> bool:
     value = getattr(params, field, False)
     if not isinstance(value, bool):
         raise TypeError(f"{field} is {value!r}; it must be True or False")
+    return value
+
+
+def _string(params: object, field: str) -> str:
+    value = getattr(params, field, "")
+    if not isinstance(value, str):
+        raise TypeError(f"{field} is {value!r}; it must be a string")
     return value
 
 

@@ -1,0 +1,55 @@
+"""Which backend a model gets."""
+
+import pytest
+from msgspec.structs import replace
+from torch import bfloat16, device
+
+from megallm.core_async.device.attention_cpu import CpuOps
+from megallm.core_async.device.backends import backend_for, check_backend
+from megallm.core_async.device.cpu_kernels import load_kernels
+from megallm.core_async.device.dense_layer import TorchOps
+from megallm.core_async.device.model import ModelHook
+from megallm.core_async.errors import UnsupportedModelError
+from tests.device.conftest import built
+
+
+def test_auto_takes_the_compiled_kernels_where_they_run_every_layer() -> None:
+    """The fast path must be the default, and never at the price of a refused model."""
+    has_compiler = load_kernels().is_compiled
+    plain = backend_for("auto", ModelHook(built("grouped heads")).shape, block_size=4)
+    assert plain.attention.name == ("cpu" if has_compiler else "sdpa")
+    assert isinstance(plain.ops, CpuOps if has_compiler else TorchOps)
+    assert backend_for("auto", ModelHook(built("learned sinks")).shape, block_size=4).attention.name == "sdpa"
+
+
+def test_auto_takes_torch_for_other_dtypes() -> None:
+    """The kernels are float32; in bfloat16 they would only add calls."""
+    shape = replace(ModelHook(built("grouped heads")).shape, dtype=bfloat16)
+    backend = backend_for("auto", shape, block_size=4)
+    assert backend.attention.name == "sdpa"
+    assert isinstance(backend.ops, TorchOps)
+
+
+def test_name_is_obeyed() -> None:
+    """Comparing backends is how a wrong one is found."""
+    shape = ModelHook(built("grouped heads")).shape
+    assert [backend_for(name, shape, block_size=4).attention.name for name in ("sdpa", "cpu")] == [
+        "sdpa",
+        "cpu",
+    ]
+
+
+def test_backend_asked_for_by_name_that_cannot_run_the_model_is_an_error() -> None:
+    """Taking another one silently would make every measurement a lie."""
+    with pytest.raises(
+        UnsupportedModelError, match=r"attention_backend 'cpu' can't run this model: .*softmax_type"
+    ):
+        backend_for("cpu", ModelHook(built("learned sinks")).shape, block_size=4)
+
+
+def test_unknown_backend_is_refused_with_those_of_the_device() -> None:
+    """A typing error must not fall back to something slow."""
+    with pytest.raises(UnsupportedModelError, match="is 'flahs'; on cpu there are auto, sdpa, cpu"):
+        check_backend("flahs", device("cpu"))
+    with pytest.raises(UnsupportedModelError, match="is 'cpu'; on cuda there are auto, sdpa"):
+        check_backend("cpu", device("cuda"))

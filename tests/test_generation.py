@@ -1,0 +1,145 @@
+"""Checked calls become results: what a prompt got, when, and in the order of the call."""
+
+from dataclasses import dataclass, field
+
+import anyio
+import pytest
+from megatron.core.inference.inference_request import Status
+
+from megallm.core_async.errors import EngineStoppedError
+from megallm.core_async.generation import Outcome, results_of, run_to_completion
+from megallm.core_async.intake import Call, Intake
+from megallm.core_async.messages import Completion
+from megallm.core_async.result import Result
+from megallm.core_async.sampling_params import SamplingParams
+from megallm.core_async.tokenizers import TokenizerAdapter
+from tests.engines import Rig, running
+from tests.fakes import FakeTokenizer, continuation
+
+pytestmark = pytest.mark.anyio
+
+ADAPTER = TokenizerAdapter(FakeTokenizer())
+
+
+def prepared(rig: Rig, prompts: object, params: object = None, *, reports_progress: bool = False) -> Call:
+    """Gives a checked call of greedy requests."""
+    greedy = SamplingParams(temperature=0.0, num_tokens_to_generate=6, termination_id=-1)
+    intake = Intake(rig.engine.config, ADAPTER, rig.engine.next_request_id)
+    return intake.prepare(prompts, greedy if params is None else params, reports_progress=reports_progress)
+
+
+async def generated(rig: Rig, prompts: object, params: object = None) -> list[Result]:
+    """Runs a call to its end and gives its results."""
+    call = prepared(rig, prompts, params)
+    outcome: Outcome = await run_to_completion(rig.engine, call.requests, None)
+    return results_of(call, outcome, ADAPTER)
+
+
+@dataclass
+class Watcher:
+    """Writes down what a progress reader is told."""
+
+    num_tokens: list[int] = field(default_factory=list[int])
+    completions: list[Completion] = field(default_factory=list[Completion])
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Keeps the number."""
+        self.num_tokens.append(num_tokens)
+
+    def add_completion(self, completion: Completion) -> None:
+        """Keeps it."""
+        self.completions.append(completion)
+
+
+async def test_results_come_in_the_order_of_the_prompts() -> None:
+    """Requests end in any order: the shortest budget first."""
+    budgets = [9, 3, 6, 1]
+    params = [
+        SamplingParams(temperature=0.0, num_tokens_to_generate=budget, termination_id=-1)
+        for budget in budgets
+    ]
+    async with running() as rig:
+        results = await generated(rig, [[10], [11], [12], [13]], params)
+    assert [result.generated_tokens for result in results] == [
+        continuation([10 + index], budget) for index, budget in enumerate(budgets)
+    ]
+
+
+async def test_prompts_that_can_not_run_stand_among_the_others() -> None:
+    """One result a prompt, whatever became of it."""
+    async with running() as rig:
+        results = await generated(rig, [[1], [], [2], [500], [3] * 128, [4] * 129])
+    assert [result.failed() for result in results] == [False, True, False, True, False, True]
+    assert [result.generated_length for result in results] == [6, 0, 6, 0, 0, 0]
+    assert [result.finish_reason for result in results] == [
+        "length",
+        "error",
+        "length",
+        "error",
+        "length",
+        "error",
+    ]
+
+
+async def test_a_call_of_which_nothing_runs_needs_no_step() -> None:
+    """Failures and empty budgets are answered without a word to the device."""
+    async with running() as rig:
+        results = await generated(rig, [[], [500]])
+        assert [result.status for result in results] == [Status.FAILED] * 2
+        assert await generated(rig, []) == []
+        assert rig.runner.plans == []
+
+
+async def test_a_stopped_engine_refuses_even_that() -> None:
+    """A caller learns at the first call that the engine is gone, not at the first good prompt."""
+    async with running() as rig:
+        await rig.engine.shutdown()
+        with pytest.raises(EngineStoppedError):
+            await run_to_completion(rig.engine, [], None)
+
+
+async def test_a_progress_reader_hears_of_every_token_and_every_prompt() -> None:
+    """The bar is made of it."""
+    async with running() as rig:
+        watcher = Watcher()
+        call = prepared(rig, [[1], [2], [3]], reports_progress=True)
+        outcome = await run_to_completion(rig.engine, call.requests, watcher)
+        assert sum(watcher.num_tokens) == 18
+        assert {completion.request_id for completion in watcher.completions} == set(outcome.completions)
+        assert len(watcher.completions) == 3
+
+
+async def test_calls_of_many_tasks_batch_together() -> None:
+    """A server has a task for each client."""
+    async with running() as rig:
+        tokens: dict[int, list[int]] = {}
+
+        async def call(index: int) -> None:
+            (result,) = await generated(rig, [[index]])
+            tokens[index] = result.generated_tokens
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(10):
+                tasks.start_soon(call, index)
+        assert tokens == {index: continuation([index], 6) for index in range(10)}
+        assert max(rig.rows_of_steps()) > 5
+
+
+async def test_a_cancelled_call_leaves_the_others_alone() -> None:
+    """By scope, at any moment; the neighbours get exactly what they would have got."""
+    async with running() as rig:
+        for num_checkpoints in range(12):
+            stayed: list[Result] = []
+
+            async def stay(stayed: list[Result] = stayed) -> None:
+                stayed += await generated(rig, [[7], [8]])
+
+            async with anyio.create_task_group() as tasks, anyio.create_task_group() as leaving:
+                leaving.start_soon(generated, rig, [[5] * 40, [6] * 40])
+                tasks.start_soon(stay)
+                for _ in range(num_checkpoints):
+                    await anyio.lowlevel.checkpoint()
+                leaving.cancel_scope.cancel()
+            expected = [continuation([7], 6), continuation([8], 6)]
+            assert [result.generated_tokens for result in stayed] == expected
+            await rig.expect_all_free()
