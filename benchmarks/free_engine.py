@@ -26,6 +26,11 @@ class FreeRunner:
     def __init__(self, max_requests: int) -> None:
         self._tokens = pack_ints([1] * max_requests)
 
+    @property
+    def runs_at_launch(self) -> bool:
+        """Nothing is to run."""
+        return True
+
     def start(self) -> None:
         """Binds nothing."""
 

@@ -97,6 +97,10 @@ class FakeRunner:
         self.before_launch: Callable[[StepPlan], None] = lambda plan: None
         """Runs before each step; raises to kill the forward pass."""
 
+    @property
+    def runs_at_launch(self) -> bool:
+        return True
+
     def start(self) -> None:
         self.is_started = True
 

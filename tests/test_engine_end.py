@@ -108,6 +108,28 @@ async def test_a_failing_forward_pass_fails_every_call_with_the_cause(is_threade
             await rig.engine.shutdown()
 
 
+async def test_a_call_that_comes_at_any_moment_of_the_failure_has_the_cause() -> None:
+    """While the actors stop one after the other, whoever is asked last has only heard of another's end."""
+    for num_checkpoints in range(30):
+        failure = BrokenError("boom")
+        errors: list[BaseException] = []
+        async with running() as rig:
+            break_at(rig.runner, 2, failure)
+
+            async def call(rig: Rig = rig, errors: list[BaseException] = errors) -> None:
+                errors.append(await error_of(lambda: rig.tokens_of([1], 100)))
+
+            with anyio.fail_after(WITHIN_A_SECOND):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(call)
+                    for _ in range(num_checkpoints):
+                        await anyio.lowlevel.checkpoint()
+                    for _ in range(3):
+                        tasks.start_soon(call)
+                        await anyio.lowlevel.checkpoint()
+        assert [(type(error), error.__cause__) for error in errors] == [(EngineDeadError, failure)] * 4
+
+
 async def test_a_failure_that_shows_late_is_the_same() -> None:
     """A GPU reports what went wrong when the result is fetched, a step or two on."""
     config = engine_config()

@@ -11,10 +11,10 @@ from megallm.core_async.generation import Outcome, results_of, run_to_completion
 from megallm.core_async.intake import Call, Intake
 from megallm.core_async.messages import Completion
 from megallm.core_async.result import Result
-from megallm.core_async.sampling_params import SamplingParams
 from megallm.core_async.tokenizers import TokenizerAdapter
 from tests.engines import Rig, running
 from tests.fakes import FakeTokenizer, continuation
+from tests.small_llm import greedy
 
 pytestmark = pytest.mark.anyio
 
@@ -23,9 +23,8 @@ ADAPTER = TokenizerAdapter(FakeTokenizer())
 
 def prepared(rig: Rig, prompts: object, params: object = None, *, reports_progress: bool = False) -> Call:
     """Gives a checked call of greedy requests."""
-    greedy = SamplingParams(temperature=0.0, num_tokens_to_generate=6, termination_id=-1)
     intake = Intake(rig.engine.config, ADAPTER, rig.engine.next_request_id)
-    return intake.prepare(prompts, greedy if params is None else params, reports_progress=reports_progress)
+    return intake.prepare(prompts, greedy(6) if params is None else params, reports_progress=reports_progress)
 
 
 async def generated(rig: Rig, prompts: object, params: object = None) -> list[Result]:
@@ -54,12 +53,8 @@ class Watcher:
 async def test_results_come_in_the_order_of_the_prompts() -> None:
     """Requests end in any order: the shortest budget first."""
     budgets = [9, 3, 6, 1]
-    params = [
-        SamplingParams(temperature=0.0, num_tokens_to_generate=budget, termination_id=-1)
-        for budget in budgets
-    ]
     async with running() as rig:
-        results = await generated(rig, [[10], [11], [12], [13]], params)
+        results = await generated(rig, [[10], [11], [12], [13]], [greedy(budget) for budget in budgets])
     assert [result.generated_tokens for result in results] == [
         continuation([10 + index], budget) for index, budget in enumerate(budgets)
     ]

@@ -5,8 +5,6 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import anyio
-
 from megallm.core_async.actors.allocator import Allocator
 from megallm.core_async.actors.scheduler import Scheduler
 from megallm.core_async.kit.gate import Gate
@@ -19,6 +17,7 @@ from megallm.core_async.messages import (
     Finished,
     NewRequest,
     NextStep,
+    PreemptAll,
     RequestId,
     Row,
     Sampling,
@@ -33,7 +32,7 @@ from megallm.core_async.messages import (
     unpack_ints,
 )
 from megallm.core_async.plan.block_pool import BlockPool
-from megallm.core_async.plan.policy import Limits
+from megallm.core_async.plan.policy import MAX_PASSES, Limits
 from megallm.core_async.protocols import PendingStep
 from tests.fakes import FakeRunner, continuation, likeliest, log_prob
 
@@ -54,6 +53,9 @@ class Prompt:
     scores: bool = False
     wants_log_probs: bool = False
     num_top: int = 0
+    priority: int = 0
+    salt: str = ""
+    is_fork: bool = False
 
     def request(self, request_id: RequestId) -> NewRequest:
         """Gives it as the scheduler takes it; its seed tells whose a row is."""
@@ -68,6 +70,9 @@ class Prompt:
             text=TextSpec(request_id),
             min_new_tokens=self.min_new,
             scores_prompt=self.scores,
+            priority=self.priority,
+            salt=self.salt,
+            shares_prefix=self.is_fork,
         )
 
     @property
@@ -88,8 +93,10 @@ class Account:
     scores: list[float] = field(default_factory=list[float])
     score_top: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
     ending: Finished | None = None
-    was_admitted: bool = False
-    was_held: bool = False
+    num_admissions: int = 0
+    num_passes: int = 0
+    """Others behind it that were admitted while it had never been."""
+    is_held: bool = False
 
     def check(self, cut_short: str | None = None) -> None:
         """Fails unless the whole output was reported, or, where it was cut short, a beginning of it."""
@@ -111,30 +118,32 @@ class Account:
             assert self.log_probs == [log_prob(known[:place], known[place]) for place in places]
         if prompt.wants_log_probs and prompt.num_top:
             assert self.top == [likeliest(known[:place], prompt.num_top) for place in places]
+        assert ending.num_preemptions >= self.num_admissions - 1
+        assert 0 <= ending.num_cached_tokens < len(known)
         scored = range(1, num_scores + 1)
+        if prompt.scores and prompt.num_top and prompt.wants_log_probs:
+            assert self.score_top == [likeliest(known[:place], prompt.num_top) for place in scored]
         assert self.scores == [log_prob(known[:place], known[place]) for place in scored]
 
 
 class Pump:
     """Asks for steps, runs them on the fake model, and keeps an account of each request."""
 
-    def __init__(self, limits: Limits, num_blocks: int, max_waiting: int = 1000) -> None:
+    def __init__(self, limits: Limits, pool: BlockPool, max_waiting: int) -> None:
         self.limits = limits
         self.gate = Gate()
-        self.pool = BlockPool(num_blocks, limits.block_size)
+        self.pool = pool
         self.allocator = Allocator(self.pool)
         self.scheduler = Scheduler(
-            limits, self.allocator.address, self.gate, num_blocks=num_blocks, max_waiting=max_waiting
+            limits, self.allocator.address, self.gate, num_blocks=pool.num_blocks, max_waiting=max_waiting
         )
         self.runner = FakeRunner(
-            num_blocks=num_blocks, block_size=limits.block_size, max_requests=limits.max_requests
+            num_blocks=pool.num_blocks, block_size=limits.block_size, max_requests=limits.max_requests
         )
         self.accounts: dict[RequestId, Account] = {}
         self.closed: list[RequestId] = []
         self.plans: list[StepPlan] = []
         self.stats = EngineStats()
-        self.num_stale = 0
-        """Tokens that were sampled for nothing."""
         self.holds_new = False
         self._pending: deque[PendingStep] = deque()
         self._result: StepResult | None = None
@@ -152,7 +161,7 @@ class Pump:
         requests = [account.prompt.request(request_id) for request_id, account in accounts.items()]
         await self.scheduler.address.ask(Submit(requests))
         for account in accounts.values():
-            account.was_held = self.holds_new
+            account.is_held = self.holds_new
         self.accounts |= accounts
         return list(accounts.values())
 
@@ -161,7 +170,7 @@ class Pump:
         await self.scheduler.address.ask(AdmitHeld())
         self.holds_new = False
         for account in self.accounts.values():
-            account.was_held = False
+            account.is_held = False
 
     async def turn(self, *, may_plan: bool = True) -> bool:
         """Goes once round the pump's loop; False when it would go to sleep."""
@@ -177,7 +186,9 @@ class Pump:
             self.plans.append(planned.plan)
             self._pending.append(self.runner.launch(planned.plan))
         self.pool.check()
-        assert (self.stats.free_blocks, self.stats.used_blocks) == (self.pool.num_free, self.pool.num_used)
+        stats, pool = self.stats, self.pool
+        counted = (stats.free_blocks, stats.cached_blocks, stats.used_blocks)
+        assert counted == (pool.num_free, pool.num_cached, pool.num_used)
         if planned.plan is None and not self._pending:
             return False
         assert len(self._pending) <= DEPTH
@@ -197,15 +208,22 @@ class Pump:
         return await self.allocator.address.ask(CountBlocks())
 
     async def check_all_free(self) -> None:
-        """Fails unless every block and every row is free: as many requests as fit run at once."""
+        """Fails unless nobody holds a block or a row: as many requests as fit run at once."""
         counts = await self.count_blocks()
-        assert (counts.num_free, counts.num_used) == (counts.num_blocks, 0)
+        assert (counts.num_free + counts.num_cached, counts.num_used) == (counts.num_blocks, 0)
         assert (self.stats.running, self.stats.waiting) == (0, 0)
         many = self.limits.max_requests
         await self.submit(*[Prompt((1,), 1)] * many)
         await self.turn()
-        assert self.stats.running == min(many, counts.num_blocks)
+        assert self.stats.running == min(many, (counts.num_blocks + 1) // 2), "a block each, and one to grow"
         await self.run()
+
+    async def lose_the_cache(self) -> None:
+        """Takes all blocks away and wipes their contents, as a suspend that is to recompute them does."""
+        await self.run(may_plan=False)
+        await self.scheduler.address.ask(PreemptAll())
+        self.runner.release_cache(keep_contents=False)
+        self.runner.restore_cache()
 
     def _check(self, plan: StepPlan) -> None:
         """Fails unless the plan keeps its limits, and each row goes on where it was."""
@@ -220,18 +238,23 @@ class Pump:
         assert len(unpack_ints(plan.tokens)) == sum(lengths[plan.num_decode :])
         for setup in plan.new_rows:
             self._admit(RequestId(setup.sampling.seed))
-            self._computed[setup.row] = 0
+            self._computed.pop(setup.row, None)
         for row, start, length in zip(rows, starts, lengths, strict=True):
-            assert start == self._computed[row]
-            self._computed[row] += length
+            first = start if self.limits.block_size and start % self.limits.block_size == 0 else 0
+            assert start == self._computed.get(row, first), f"row {row} goes on at {start}"
+            self._computed[row] = start + length
 
     def _admit(self, request_id: RequestId) -> None:
-        """Fails when somebody who came earlier has never been admitted."""
-        self.accounts[request_id].was_admitted = True
+        """Fails when somebody is admitted that must not be, or others have passed somebody for ever."""
+        admitted = self.accounts[request_id]
+        assert not admitted.is_held
+        assert admitted.ending is None
+        admitted.num_admissions += 1
         for other, account in self.accounts.items():
-            if other < request_id and account.ending is None:
-                assert account.was_admitted, f"{request_id} overtook {other}"
-        assert not self.accounts[request_id].was_held
+            is_before = (account.prompt.priority, other) < (admitted.prompt.priority, request_id)
+            if is_before and not account.num_admissions and account.ending is None and not account.is_held:
+                account.num_passes += 1
+                assert account.num_passes <= MAX_PASSES + self.limits.max_requests
 
     def enter(self, batch: TokenBatch) -> None:
         """Writes a batch into the accounts; nobody is heard of before the start or after the end."""
@@ -243,9 +266,10 @@ class Pump:
             account = self._open(chunk.request_id)
             if account is not None:
                 account.scores += unpack_floats(chunk.log_probs)
+                account.score_top += [place[: account.prompt.num_top] for place in rows_of(chunk.top)]
         tokens = unpack_ints(batch.tokens)
         log_probs = unpack_floats(batch.log_probs) if batch.log_probs else [None] * len(tokens)
-        places = rows_of(batch.top) if batch.top is not None else [None] * len(tokens)
+        places = rows_of(batch.top) or [None] * len(tokens)
         for request_id, token, value, place in zip(batch.requests, tokens, log_probs, places, strict=True):
             account = self.accounts[request_id]
             assert account.is_started
@@ -268,28 +292,41 @@ class Pump:
         return account
 
 
-def rows_of(top: TopLogProbs) -> list[list[tuple[int, float]]]:
-    """Gives a table of likeliest tokens, a list a place."""
+def rows_of(top: TopLogProbs | None) -> list[list[tuple[int, float]]]:
+    """Gives a table of likeliest tokens, a list a place; none where there is no table."""
+    if top is None:
+        return []
     pairs = list(zip(unpack_ints(top.ids), unpack_floats(top.log_probs), strict=True))
     return [pairs[place : place + top.num_top] for place in range(0, len(pairs), top.num_top)]
 
 
 def limits(
-    *, max_tokens: int = 16, max_requests: int = 4, block_size: int = 4, chunks_prompts: bool = False
+    *,
+    max_tokens: int = 16,
+    max_requests: int = 4,
+    block_size: int = 4,
+    chunks_prompts: bool = False,
+    shares_prefixes: bool = False,
 ) -> Limits:
     """Gives small limits."""
-    return Limits(max_tokens, max_requests, block_size, chunks_prompts)
+    return Limits(max_tokens, max_requests, block_size, chunks_prompts, shares_prefixes)
 
 
 @asynccontextmanager
 async def pumping(
-    bounds: Limits | None = None, num_blocks: int = 16, max_waiting: int = 1000
+    bounds: Limits | None = None,
+    num_blocks: int = 16,
+    *,
+    max_waiting: int = 1000,
+    keeps_cached: bool = True,
+    max_held: int = 0,
 ) -> AsyncGenerator[Pump]:
     """Runs the actors round a block."""
-    pump = Pump(limits() if bounds is None else bounds, num_blocks, max_waiting)
+    bounds = limits() if bounds is None else bounds
+    pool = BlockPool(num_blocks, bounds.block_size, keeps_cached=keeps_cached, max_held=max_held)
+    pump = Pump(bounds, pool, max_waiting)
     async with Supervisor() as supervisor:
         await supervisor.start("allocator", pump.allocator.run)
         await supervisor.start("scheduler", pump.scheduler.run)
         yield pump
-        await anyio.lowlevel.checkpoint()
         await supervisor.stop()

@@ -12,6 +12,7 @@ from megallm.core_async.messages import (
     Sampling,
     StepPlan,
     StepResult,
+    TopLogProbs,
     pack_ints,
     unpack_floats,
     unpack_ints,
@@ -45,6 +46,12 @@ class Sequence:
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    score_top: list[list[tuple[int, float]]] = field(default_factory=list)
+    scores_prompt: bool = False
+    masked_ids: tuple[int, ...] = ()
+    masked_until: int = 0
     is_on_device: bool = False
     """Its newest token was sampled by this row, so the rank knows it."""
     is_set_up: bool = False
@@ -53,6 +60,22 @@ class Sequence:
     def output(self) -> list[int]:
         """The sampled tokens."""
         return self.tokens[self.prompt_length :]
+
+    def setup(self) -> RowSetup:
+        """Gives what the rank has to know."""
+        return RowSetup(
+            row=self.row,
+            sampling=self.sampling,
+            num_prompt=self.prompt_length,
+            known=pack_ints(self.tokens),
+            masked_ids=self.masked_ids,
+            masked_until=self.masked_until,
+        )
+
+    def targets(self, start: int, length: int) -> list[int]:
+        """Gives the prompt token after each of some tokens; -1 after the prompt's last."""
+        following = self.tokens[start + 1 : min(start + length + 1, self.prompt_length)]
+        return following + [-1] * (length - len(following))
 
     @property
     def num_pending(self) -> int:
@@ -78,10 +101,14 @@ class Planner:
         """Blocks that no sequence owns."""
         return list(self._free_blocks)
 
-    def add(self, prompt: list[int], sampling: Sampling = GREEDY) -> Sequence:
+    def add(self, prompt: list[int], sampling: Sampling = GREEDY, *, scores_prompt: bool = False) -> Sequence:
         """Gives a prompt a row."""
         return Sequence(
-            row=self._free_rows.pop(), prompt_length=len(prompt), tokens=list(prompt), sampling=sampling
+            row=self._free_rows.pop(),
+            prompt_length=len(prompt),
+            tokens=list(prompt),
+            sampling=sampling,
+            scores_prompt=scores_prompt,
         )
 
     def remove(self, sequence: Sequence) -> None:
@@ -95,6 +122,7 @@ class Planner:
         sequence.blocks = []
         sequence.num_computed = 0
         sequence.is_on_device = False
+        sequence.is_set_up = False
 
     def plan(self, work: list[tuple[Sequence, int]]) -> tuple[StepPlan, list[Sequence]]:
         """Gives the plan that computes so many tokens of each sequence, and those that sample, in order."""
@@ -103,6 +131,7 @@ class Planner:
         changed: list[tuple[int, int, list[int]]] = []
         new_rows: list[RowSetup] = []
         tokens: list[int] = []
+        targets: list[int] = []
         ordered = decode + chunks
         starts = [sequence.num_computed for sequence, _ in ordered]
         for sequence, count in ordered:
@@ -114,10 +143,12 @@ class Planner:
                 changed.append((sequence.row, len(sequence.blocks), taken))
                 sequence.blocks += taken
             if not sequence.is_set_up:
-                new_rows.append(RowSetup(row=sequence.row, sampling=sequence.sampling))
+                new_rows.append(sequence.setup())
                 sequence.is_set_up = True
             if (sequence, count) in chunks:
                 tokens += sequence.tokens[sequence.num_computed : sequence.num_computed + count]
+            if sequence.scores_prompt:
+                targets += sequence.targets(sequence.num_computed, count)
             sequence.num_computed += count
         samples = [sequence.num_pending == 0 for sequence, _ in ordered]
         self._step += 1
@@ -134,24 +165,46 @@ class Planner:
             changed_starts=pack_ints([start for _, start, _ in changed]),
             changed_counts=pack_ints([len(taken) for _, _, taken in changed]),
             blocks=pack_ints([block for _, _, taken in changed for block in taken]),
+            scored=bytes(sequence.scores_prompt for sequence, _ in ordered),
+            targets=pack_ints(targets),
         )
         return plan, [sequence for (sequence, _), takes in zip(ordered, samples, strict=True) if takes]
 
     def step(self, *work: tuple[Sequence, int]) -> StepResult:
-        """Runs one step and appends what it sampled."""
+        """Runs one step and appends what it gave to the sequences."""
+        before = {sequence.row: sequence.num_computed for sequence, _ in work}
         plan, sampling = self.plan(list(work))
         result = self.runner.launch(plan).result()
-        sampled = unpack_ints(result.tokens)
+        sampled, log_probs, top = (
+            unpack_ints(result.tokens),
+            unpack_floats(result.log_probs),
+            _places(result.top),
+        )
         assert len(sampled) == len(sampling)
-        log_probs = unpack_floats(result.log_probs)
         for place, sequence in enumerate(sampling):
             sequence.tokens.append(sampled[place])
             sequence.is_on_device = True
-            if log_probs:
-                sequence.log_probs.append(log_probs[place])
+            sequence.log_probs += log_probs[place : place + 1]
+            sequence.top += top[place : place + 1]
+        scores, score_top, place = unpack_floats(result.scores), _places(result.score_top), 0
+        by_row = {sequence.row: (sequence, count) for sequence, count in work}
+        for sequence, count in (by_row[Row(row)] for row in unpack_ints(plan.rows)):
+            if sequence.scores_prompt:
+                end = place + count - sequence.targets(before[sequence.row], count).count(-1)
+                sequence.scores += scores[place:end]
+                sequence.score_top += score_top[place:end]
+                place = end
+        assert place == len(scores)
         return result
 
     def decode(self, *sequences: Sequence, num_steps: int) -> None:
         """Runs steps that compute all that is pending of each sequence."""
         for _ in range(num_steps):
             self.step(*((sequence, sequence.num_pending) for sequence in sequences))
+
+
+def _places(top: TopLogProbs | None) -> list[list[tuple[int, float]]]:
+    if top is None:
+        return []
+    pairs = list(zip(unpack_ints(top.ids), unpack_floats(top.log_probs), strict=True))
+    return [pairs[start : start + top.num_top] for start in range(0, len(pairs), top.num_top)]

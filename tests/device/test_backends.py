@@ -41,9 +41,7 @@ def test_name_is_obeyed() -> None:
 
 def test_backend_asked_for_by_name_that_cannot_run_the_model_is_an_error() -> None:
     """Taking another one silently would make every measurement a lie."""
-    with pytest.raises(
-        UnsupportedModelError, match=r"attention_backend 'cpu' can't run this model: .*softmax_type"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"'cpu' can't run this model: .*softmax_type"):
         backend_for("cpu", ModelHook(built("learned sinks")).shape, block_size=4)
 
 

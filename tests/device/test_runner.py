@@ -5,9 +5,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from megallm.core_async.device.runner import TorchRunner, model_limits
+from megallm.core_async.device.queued_step import QueuedStep
+from megallm.core_async.device.runner import TorchRunner
 from megallm.core_async.errors import NonFiniteLogitsError, UnsupportedModelError
 from megallm.core_async.messages import Sampling, unpack_ints
 from tests.device.conftest import StartRunner
@@ -168,6 +170,76 @@ def test_log_probs_are_those_of_the_raw_logits(model: Megatron, start: StartRunn
     torch.testing.assert_close(torch.tensor(asking.log_probs), chosen, rtol=0, atol=1e-5)
 
 
+def test_log_probs_may_be_those_that_tokens_were_drawn_from(model: Megatron, start: StartRunner) -> None:
+    """With processed log-probs a top-k of one is certain, whatever the model thinks."""
+    planner = start(model, replace(engine_config(), processes_log_probs=True))
+    certain = Sampling(temperature=0.7, top_k=1, wants_log_probs=True, num_top=2)
+    sequence = planner.add(PROMPTS[1], certain)
+    planner.decode(sequence, num_steps=2)
+    assert sequence.log_probs == [0.0, 0.0]
+    assert [place[0] for place in sequence.top] == [(token, 0.0) for token in sequence.output]
+
+
+@pytest.mark.parametrize("chunks", [(23,), (4, 1, 10, 8)])
+def test_prompt_is_scored_by_the_raw_logits_in_any_chunks(
+    model: Megatron, start: StartRunner, monkeypatch: pytest.MonkeyPatch, chunks: tuple[int, ...]
+) -> None:
+    """The scores of a chunk's last token come from its own logits, its target from the next chunk."""
+    monkeypatch.setattr("megallm.core_async.device.model.SCORED_AT_ONCE", 3)
+    planner = start(model)
+    two, three = (Sampling(temperature=0.0, wants_log_probs=True, num_top=num_top) for num_top in (2, 3))
+    scored = planner.add(PROMPTS[3], two, scores_prompt=True)
+    other = planner.add(PROMPTS[1], three, scores_prompt=True)
+    plain = planner.add(PROMPTS[2])
+    planner.step((plain, 4), (other, 7))
+    for count in chunks:
+        planner.step((scored, count), (plain, 1), (other, 1))
+    for sequence in (scored, other):
+        expected = plain_logits(model, sequence.tokens[: sequence.prompt_length]).log_softmax(-1)
+        following = torch.tensor(sequence.tokens[1 : sequence.prompt_length])
+        chosen = expected[:-1].gather(1, following[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sequence.scores), chosen, rtol=0, atol=1e-5)
+        likeliest = expected[:-1].topk(2).indices.tolist()
+        assert [[token for token, _ in place[:2]] for place in sequence.score_top] == likeliest
+    assert scored.output == plain_continuation(model, PROMPTS[3], 1)
+    assert plain.output == plain_continuation(model, PROMPTS[2], 1 + len(chunks))
+
+
+def test_penalties_count_what_is_still_in_flight(model: Megatron, start: StartRunner) -> None:
+    """Two plans are in flight: the count of the newest token must not wait for the host."""
+    planner = start(model)
+    sequence = planner.add(PROMPTS[1], Sampling(temperature=0.0, presence_penalty=1e6))
+    pending: list[QueuedStep] = []
+    for _ in range(8):
+        plan, _ = planner.plan([(sequence, sequence.num_pending)])
+        pending.append(planner.runner.launch(plan))
+        sequence.tokens.append(-1)
+        sequence.is_on_device = True
+    sampled = [unpack_ints(step.result().tokens)[0] for step in pending]
+    assert len(set(sampled)) == 8
+    assert sampled[0] == plain_continuation(model, PROMPTS[1], 1)[0]
+
+
+def test_penalties_survive_preemption(model: Megatron, start: StartRunner) -> None:
+    """The row is set up again, with the tokens that it had generated."""
+    planner = start(model)
+    sequence = planner.add(PROMPTS[1], Sampling(temperature=0.0, presence_penalty=1e6))
+    planner.decode(sequence, num_steps=5)
+    planner.preempt(sequence)
+    planner.decode(sequence, num_steps=5)
+    assert len(set(sequence.output)) == 10
+
+
+def test_masked_ids_come_only_from_their_position_on(model: Megatron, start: StartRunner) -> None:
+    """min_tokens: the stop id may be the model's favourite all along."""
+    planner = start(model)
+    favourite = plain_continuation(model, PROMPTS[1], 1)[0]
+    sequence = planner.add(PROMPTS[1], Sampling(temperature=0.0, logit_bias=((favourite, 1e6),)))
+    sequence.masked_ids, sequence.masked_until = (favourite,), len(PROMPTS[1]) + 2
+    planner.decode(sequence, num_steps=4)
+    assert [token == favourite for token in sequence.output] == [False, False, True, True]
+
+
 def test_kept_cache_goes_on_after_release_and_restore(model: Megatron, start: StartRunner) -> None:
     """Suspending with offload must not cost a request anything but time."""
     planner = start(model)
@@ -237,16 +309,3 @@ def test_unknown_attention_backend_is_refused_before_anything_starts(model: Mega
     """The caller's thread gets the error, not the rank's."""
     with pytest.raises(UnsupportedModelError, match="attention_backend is 'flahs'"):
         TorchRunner(model, engine_config(attention_backend="flahs"))
-
-
-def test_limits_of_the_model_are_those_of_its_layers(model: Megatron) -> None:
-    """The number of cache blocks is derived from them."""
-    limits = model_limits(model, sampling_seed=5)
-    assert limits.cache_bytes_per_token == 3 * 2 * (16 + 16) * 4
-    assert (limits.vocab_size, limits.device_type, limits.max_positions, limits.sampling_seed) == (
-        96,
-        "cpu",
-        None,
-        5,
-    )
-    assert limits.free_bytes is None or limits.free_bytes > 0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megallm.core_async.device import sampler
 from megallm.core_async.device.rows import SamplingColumns
-from megallm.core_async.device.sampler import sample, uniforms
+from megallm.core_async.device.sampler import processed, sample, uniforms
 from megallm.core_async.messages import Sampling
 
 
@@ -22,6 +22,7 @@ def columns(*numbers: Sampling) -> SamplingColumns:
         min_p=np.array([row.min_p for row in numbers], dtype=np.float32),
         seed=np.array([row.seed for row in numbers], dtype=np.uint64),
         wants_log_probs=np.array([row.wants_log_probs for row in numbers], dtype=np.bool_),
+        num_top=np.array([row.num_top for row in numbers], dtype=np.int32),
     )
 
 
@@ -208,16 +209,16 @@ def test_numbers_are_uniform_along_positions_and_along_seeds() -> None:
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
 
 
-def test_log_probs_come_only_when_some_row_asks() -> None:
-    """They cost a pass over the logits."""
-    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
-    positions = np.zeros(2, dtype=np.int32)
-    assert sample(logits, columns(Sampling(), Sampling(temperature=0)), positions).log_probs is None
-    asked = sample(
-        logits, columns(Sampling(wants_log_probs=True, seed=3), Sampling(temperature=0)), positions
-    )
-    assert asked.log_probs is not None
-    torch.testing.assert_close(asked.log_probs, logits.log_softmax(-1).gather(1, asked.tokens[:, None])[:, 0])
+def test_processed_logits_are_those_that_tokens_are_drawn_from() -> None:
+    """Users who train on them need the distribution that was sampled, cuts included."""
+    logits = logits_of([0.4, 0.3, 0.2, 0.1])
+    numbers = columns(Sampling(top_k=2), Sampling(temperature=2.0), Sampling(temperature=0.0, top_k=1))
+    probabilities = processed(logits.expand(3, -1), numbers).softmax(-1)
+    torch.testing.assert_close(probabilities[0], torch.tensor([4 / 7, 3 / 7, 0, 0]))
+    torch.testing.assert_close(probabilities[1], (logits[0] / 2).softmax(-1))
+    torch.testing.assert_close(probabilities[2], logits[0].softmax(-1))
+    whole = processed(logits.expand(2, -1), columns(Sampling(), Sampling(temperature=0.0)))
+    torch.testing.assert_close(whole.softmax(-1), logits.softmax(-1).expand(2, -1))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from megallm.core_async.device.rope import table_of
 from megallm.core_async.device.rows import Rows
@@ -90,6 +91,23 @@ def test_chunk_of_one_token_is_no_decode_row() -> None:
     inputs = built(plan_of([(2, 9, 1, True)], num_decode=0, tokens=[77]), rows_with_tables())
     assert inputs.token_ids.tolist() == [77]
     assert inputs.batch.num_decode == 0
+
+
+def test_scored_tokens_are_those_with_a_target() -> None:
+    """A prompt's chunk is scored beside rows that are not, and -1 is no token."""
+    parts = [(3, 17, 1, True), (5, 2, 4, False), (1, 0, 2, True), (2, 0, 3, True)]
+    plan = replace(
+        plan_of(parts, num_decode=1, tokens=list(range(9))),
+        scored=bytes([0, 1, 0, 1]),
+        targets=pack_ints([7, 8, -1, 9, 4, 5, -1]),
+    )
+    inputs = built(plan, rows_with_tables())
+    assert inputs.scored_tokens is not None
+    assert inputs.targets is not None
+    assert inputs.scored_tokens.tolist() == [1, 2, 4, 7, 8]
+    assert inputs.targets.tolist() == [7, 8, 9, 4, 5]
+    unscored = built(plan_of(parts, num_decode=1, tokens=list(range(9))), rows_with_tables())
+    assert unscored.scored_tokens is unscored.targets is None
 
 
 def test_rotary_rows_are_gathered_by_position() -> None:

@@ -8,7 +8,7 @@ the forward pass.
 
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import anyio
@@ -21,12 +21,13 @@ from megallm.core_async.actors.scheduler import Scheduler
 from megallm.core_async.actors.worker import Worker
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.errors import ActorGone, EngineBusy, EngineDeadError, EngineStoppedError
-from megallm.core_async.kit.actor import Address
+from megallm.core_async.kit.actor import Address, MailboxAddress
 from megallm.core_async.kit.foreign import poster
 from megallm.core_async.kit.gate import Gate
 from megallm.core_async.kit.outbox import Outbox, Outboxes
 from megallm.core_async.kit.supervisor import Supervisor
 from megallm.core_async.messages import (
+    Ask,
     EngineStats,
     NewRequest,
     NextStep,
@@ -44,6 +45,7 @@ from megallm.core_async.messages import (
 from megallm.core_async.plan.block_pool import BlockPool
 from megallm.core_async.plan.phases import PauseMode, Phase
 from megallm.core_async.plan.policy import Limits
+from megallm.core_async.plan.roster import Roster
 from megallm.core_async.protocols import Link, Runner, Tokenizer
 from megallm.core_async.step_times import StepTimes
 from megallm.core_async.transport.link import LocalLink
@@ -116,7 +118,7 @@ class Engine:
         except Exception as error:
             if not self._is_started:
                 raise
-            assert error is self._failure, f"{error!r} is not the first failure {self._failure!r}"
+            assert self._failure in (error, error.__cause__), f"{error!r}: the failure is {self._failure!r}"
         finally:
             self._is_stopping = True
             self._outboxes.fail_all(self.error)
@@ -130,7 +132,7 @@ class Engine:
         self._stop_asked = anyio.Event()
         self._has_ended = anyio.Event()
         self._worker = self._make_worker(self._runner)
-        self._link: Link = LocalLink(self._worker.address)
+        self._link: Link = LocalLink(self._worker.address, collects_at_once=self._runner.runs_at_launch)
         self._allocator = Allocator(
             BlockPool(
                 config.num_blocks,
@@ -146,13 +148,8 @@ class Engine:
             chunks_prompts=config.chunks_prompts,
             shares_prefixes=config.shares_prefixes,
         )
-        self._scheduler = Scheduler(
-            limits,
-            self._allocator.address,
-            self._gate,
-            num_blocks=config.num_blocks,
-            max_waiting=config.max_waiting,
-        )
+        roster = Roster(limits, num_blocks=config.num_blocks, max_waiting=config.max_waiting)
+        self._scheduler = Scheduler(roster, self._allocator.address, self._gate)
         self._detokenizer = Detokenizer(self._tokenizer.detokenize, self._outboxes, self.times)
         self._lifecycle = LifecycleActor(
             self._gate, self._scheduler.address, self._detokenizer.address, self._link, config.kv_mode
@@ -169,10 +166,15 @@ class Engine:
         await self._lifecycle.begin()
 
     async def _pump(self, *, task_status: TaskStatus[None]) -> None:
+        """Goes by when it is needed; says so once for each order, however many requests come meanwhile."""
         task_status.started()
+        reported = 0
         while True:
             await self._gate.wait()
-            self._lifecycle.address.tell(PumpRested(await self._run_steps()))
+            order = await self._run_steps()
+            if order != reported:
+                self._lifecycle.address.tell(PumpRested(order))
+                reported = order
 
     async def _run_steps(self) -> int:
         """Runs steps until there is nothing to plan; leaves none in flight. Gives the order it went by."""
@@ -209,14 +211,14 @@ class Engine:
         Raises: EngineBusy, EngineStoppedError, EngineDeadError.
         """
         self.check_alive()
-        if self._scheduler.address.room <= HEADROOM:
-            raise EngineBusy("too many submissions at once; try again later")
+        _check_room(self._scheduler.address)
         outbox = self._outboxes.open([request.request_id for request in requests])
         try:
             await self._scheduler.address.ask(Submit(list(requests)))
         except ActorGone as gone:
             outbox.close()
-            raise self.error() from gone
+            error = self.error()
+            raise error from error.__cause__ or gone
         except BaseException:
             outbox.close()
             raise
@@ -276,18 +278,20 @@ class Engine:
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"epoch is {epoch!r}; it must be an integer of at least 0")
-        await self._alive(self._scheduler.address.ask, SetEpoch(epoch))
+        await self._alive(self._scheduler.address, SetEpoch(epoch))
 
     async def _ask_lifecycle(self, message: Pause | Unpause | Suspend | Resume) -> None:
-        await self._alive(self._lifecycle.address.ask, message)
+        await self._alive(self._lifecycle.address, message)
 
-    async def _alive[M](self, ask: Callable[[M], Awaitable[None]], message: M) -> None:
-        """Asks an actor; that it has gone is the engine's end."""
+    async def _alive[M](self, address: MailboxAddress[M], message: Ask[None]) -> None:
+        """Asks an actor for the user; that it has gone is the engine's end."""
         self.check_alive()
+        _check_room(address)
         try:
-            await ask(message)
+            await address.ask(message)
         except ActorGone as gone:
-            raise self.error() from gone
+            error = self.error()
+            raise error from error.__cause__ or gone
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -327,9 +331,16 @@ class Engine:
         )
 
     def _fail(self, failure: Exception) -> None:
-        self._failure = failure
+        """Notes the first failure: of an actor that fails because another one has, that one's."""
+        cause = failure.__cause__ if isinstance(failure, ActorGone) else None
+        self._failure = cause if isinstance(cause, Exception) else failure
         self._outboxes.fail_all(self.error)
 
 
 HEADROOM = 8
-"""Places of the scheduler's mailbox that submissions leave to the pump and the lifecycle."""
+"""Places of a mailbox that callers leave to the pump and the lifecycle."""
+
+
+def _check_room[M](address: MailboxAddress[M]) -> None:
+    if address.room <= HEADROOM:
+        raise EngineBusy("too many calls at once; try again later")

@@ -15,7 +15,7 @@ from megallm.core_async.plan.prompts import one_prompt
 from megallm.core_async.sampling_params import SamplingParams
 from megallm.core_async.tokenizers import TokenizerAdapter
 
-type Params = MegatronSamplingParams | list[MegatronSamplingParams] | None
+type Params = MegatronSamplingParams | list[MegatronSamplingParams] | list[SamplingParams] | None
 """One for all prompts, or one for each; megatron-core's own class or ours. None: the defaults."""
 
 

@@ -43,8 +43,9 @@ class EngineHost:
         """
         try:
             return self._loop.submit(function, *args)
-        except RuntimeError as error:
-            raise self._engine.error() from error
+        except RuntimeError as refusal:
+            error = self._engine.error()
+            raise error from error.__cause__ or refusal
 
     def call[*A, T](self, function: Callable[[*A], Awaitable[T]], *args: *A) -> T:
         """Makes a call in the engine's loop and waits for it. Interrupted (Ctrl-C), it aborts the call first.
@@ -59,8 +60,9 @@ class EngineHost:
         future = self.submit(function, *args)
         try:
             return future.result()
-        except CancelledError as error:
-            raise self._engine.error() from error
+        except CancelledError as cancelled:
+            error = self._engine.error()
+            raise error from error.__cause__ or cancelled
         finally:
             if not future.done():
                 future.cancel()
@@ -96,9 +98,11 @@ class EngineHost:
 
         On the loop's own thread, where a forgotten owner may be collected, it only asks for the stop.
         """
-        if not self._loop.is_alive:
+        try:
+            stopped = self._loop.submit(self._engine.shutdown)
+        except RuntimeError:  # the loop has ended: another thread has closed the host
+            self._loop.stop()
             return
-        stopped = self.submit(self._engine.shutdown)
         if self._loop.is_current:
             stopped.add_done_callback(lambda _: self._loop.stop())
         else:
@@ -115,7 +119,5 @@ async def _awaited[T](coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _close_forgotten(host: EngineHost, name: str) -> None:
-    warnings.warn(
-        f"a {name} was dropped without shutdown(); it is stopped now", ResourceWarning, stacklevel=2
-    )
     host.close()
+    warnings.warn(f"a {name} was dropped without shutdown(); it was stopped", ResourceWarning, stacklevel=2)

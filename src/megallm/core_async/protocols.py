@@ -23,6 +23,11 @@ class Runner(Protocol):
     Every method is called on the rank's one thread, in order.
     """
 
+    @property
+    def runs_at_launch(self) -> bool:
+        """Whether a step has run when `launch` returns; else its work is only queued by then."""
+        ...
+
     def start(self) -> None:
         """Binds the model and allocates the cache.
 

@@ -59,7 +59,7 @@ class Detokenizer(Actor[TokenBatch]):
         self._times.add_post(time.perf_counter() - began)
 
     def _add_tokens(self, batch: TokenBatch, endings: dict[RequestId, Finished]) -> None:
-        tokens = unpack_ints(batch.tokens)
+        tokens, time_s = unpack_ints(batch.tokens), batch.time_s
         if batch.log_probs:
             self._add_log_probs(batch)
         progress: Counter[Outbox[Parcel]] = Counter()
@@ -67,7 +67,10 @@ class Detokenizer(Actor[TokenBatch]):
             output = self._outputs.get(request_id)
             if output is None:
                 continue
-            output.add(token, batch.time_s)
+            output.token_ids.append(token)
+            output.last_s = time_s
+            if output.first_s is None:
+                output.first_s = time_s
             if output.is_watched:
                 self._watch(output, endings.get(request_id), progress)
         for outbox, num_tokens in progress.items():

@@ -37,13 +37,6 @@ class CacheShape(Struct, frozen=True):
     value_head_dim: int
 
 
-def bytes_per_token(shapes: Sequence[CacheShape], dtype: torch.dtype) -> int:
-    """Gives the bytes of keys and values that one token takes, over all layers."""
-    return dtype.itemsize * sum(
-        shape.num_kv_heads * (shape.head_dim + shape.value_head_dim) for shape in shapes
-    )
-
-
 class LayerCache:
     """One layer's keys and values, `[num_blocks, block_size, num_kv_heads, head_dim]`.
 
@@ -116,7 +109,10 @@ class PagedCache:
     @property
     def num_bytes(self) -> int:
         """Device bytes of the cache while it is allocated."""
-        return self.num_blocks * self.block_size * bytes_per_token(self._shapes, self._dtype)
+        per_token = sum(
+            shape.num_kv_heads * (shape.head_dim + shape.value_head_dim) for shape in self._shapes
+        )
+        return self.num_blocks * self.block_size * per_token * self._dtype.itemsize
 
     def allocate(self) -> None:
         """Takes the device memory; its contents mean nothing yet."""

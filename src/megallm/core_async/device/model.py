@@ -7,7 +7,6 @@ them hands on to megatron's own code, so that a trainer may run the bound model 
 Knows megatron's modules; knows no plan, no request, no kernel.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -41,6 +40,7 @@ from megallm.core_async.device.layer_shapes import (
 )
 from megallm.core_async.device.model_options import SUPPORTED, refuse_options, unwrapped
 from megallm.core_async.device.rope import RopeTable, table_of
+from megallm.core_async.device.rope_angles import angles_of
 from megallm.core_async.device.step_inputs import StepInputs
 from megallm.core_async.device.swaps import Swaps
 from megallm.core_async.errors import UnsupportedModelError
@@ -49,6 +49,10 @@ type MegatronModule = Any  # megatron's modules are untyped, and their attribute
 
 _CORES = {"DotProductAttention", "TEDotProductAttention"}  # by name: the second needs Transformer Engine
 _CAUSAL = {AttnMaskType.causal, AttnMaskType.padding_causal}
+
+
+SCORED_AT_ONCE = 256
+"""Tokens whose logits are computed at once where a prompt is scored."""
 
 
 class ModelShape(Struct, frozen=True):
@@ -78,6 +82,11 @@ class _Step(Struct, eq=False):
     inputs: StepInputs
     angles: dict[int, Tensor]
     """Rows gathered from an angle table, by the table's id."""
+    scored_states: Tensor | None = None
+    """`[scored tokens, 1, hidden]`, as the output layer takes them."""
+    output_options: dict[str, Any] = {}
+    """What the model gave the output layer beside the states."""
+    is_scoring: bool = False
 
 
 class ModelHook:
@@ -117,7 +126,9 @@ class ModelHook:
             self._bind_detours(ops)
             for site, cache in zip(self._sites, caches, strict=True):
                 self._bind_attention(attention, site, cache, ops)
-            handle = self._model.output_layer.register_forward_pre_hook(self._only_rows_with_logits)
+            handle = self._model.output_layer.register_forward_pre_hook(
+                self._only_rows_with_logits, with_kwargs=True
+            )
             self._swaps.on_undo(handle.remove)
         except BaseException:
             self.unbind()
@@ -128,16 +139,31 @@ class ModelHook:
         self.rope = None
         self._swaps.undo()
 
-    def forward(self, inputs: StepInputs) -> Tensor:
-        """Runs the model over one step's packed tokens; gives logits, `[samples, vocab]`."""
-        self._step = _Step(inputs=inputs, angles={})
+    def forward(self, inputs: StepInputs, score: Callable[[Tensor, int], None]) -> Tensor:
+        """Runs the model over one step's packed tokens; gives the sampled tokens' logits, `[samples, vocab]`.
+
+        The scored tokens' logits go to `score` in parts, with the number of those before: all of a long
+        prompt's at once would take gigabytes.
+        """
+        step = self._step = _Step(inputs=inputs, angles={})
         try:
             logits = self._model(
                 inputs.token_ids[None], inputs.batch.positions[None], None, runtime_gather_output=True
             )
+            self._score(step, score)
         finally:
             self._step = None
         return logits[0]
+
+    def _score(self, step: _Step, score: Callable[[Tensor, int], None]) -> None:
+        if step.scored_states is None:
+            return
+        step.is_scoring = True
+        first = 0
+        for states in step.scored_states.split(SCORED_AT_ONCE):
+            logits, _ = self._model.output_layer(states, **step.output_options)
+            score(self._model._scale_logits(logits)[:, 0], first)  # noqa: SLF001 - the model's own last step
+            first += len(states)
 
     def _swap(self, module: MegatronModule, name: str, while_stepping: Callable[..., object]) -> None:
         """Makes `module.name` do something else during a step."""
@@ -167,7 +193,7 @@ class ModelHook:
         """Gives every rotary module one row per token; or None, where the backend turns instead."""
         rotary = getattr(self._model, "rotary_pos_emb", None)
         if rotary is not None:
-            angles, mscale = _angles(rotary, max_positions, self.shape.device)
+            angles, mscale = angles_of(rotary, max_positions, self.shape.device)
             if _has_rope_to_turn(self._model):
                 self.rope = table_of(
                     angles[:, 0, 0],
@@ -181,7 +207,7 @@ class ModelHook:
         for site in self._sites:
             own = getattr(site.attention, "rotary_pos_emb", None)
             if own is not None:
-                angles, mscale = _angles(own, max_positions, self.shape.device)
+                angles, mscale = angles_of(own, max_positions, self.shape.device)
                 # layers turn alike: one table, and one gather a step
                 angles = next((table for table in tables if torch.equal(table, angles)), angles)
                 tables.append(angles)
@@ -214,12 +240,19 @@ class ModelHook:
                 self._swap(module, "gating", router_gate(module))
 
     def _only_rows_with_logits(
-        self, _module: nn.Module, args: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...] | None:
+        self, _module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
         """Leaves the output layer the sampled tokens' hidden states, of `[tokens, 1, hidden]`."""
-        if self._step is None or self._step.inputs.logit_tokens is None:
+        step = self._step
+        if step is None or step.is_scoring:
             return None
-        return (args[0].index_select(0, self._step.inputs.logit_tokens), *args[1:])
+        inputs, states = step.inputs, args[0]
+        if inputs.scored_tokens is not None:
+            step.scored_states = states.index_select(0, inputs.scored_tokens)
+            step.output_options = options
+        if inputs.logit_tokens is not None:
+            states = states.index_select(0, inputs.logit_tokens)
+        return (states, *args[1:]), options
 
 
 def _attention_sites(model: MegatronModule) -> Iterator[_AttentionSite]:
@@ -269,28 +302,6 @@ def _has_rope_to_turn(model: MegatronModule) -> bool:
     """
     known = type(getattr(model, "rotary_pos_emb", None)) in (RotaryEmbedding, YarnRotaryEmbedding)
     return known and not model.config.fused_single_qkv_rope
-
-
-def _angles(rotary: MegatronModule, max_positions: int, device: torch.device) -> tuple[Tensor, float | None]:
-    """Gives the float32 angles, `[max_positions, 1, 1, rotary_dim]`, and YaRN's factor where there is one.
-
-    Asked of a copy, and told that `device` is the current one: the module moves its frequencies to the
-    current CUDA device as it answers, and a CPU has none.
-    """
-    if not isinstance(rotary, RotaryEmbedding):
-        raise UnsupportedModelError(
-            f"the rotary module is a {type(rotary).__name__}; "
-            "supported are RotaryEmbedding and YarnRotaryEmbedding"
-        )
-    swaps = Swaps()
-    if device.type != "cuda":
-        swaps.set(torch.cuda, "current_device", lambda: device)
-    try:
-        answer = copy.copy(rotary).get_emb(max_positions)
-    finally:
-        swaps.undo()
-    angles, mscale = answer if isinstance(answer, tuple) else (answer, None)
-    return angles.to(device), mscale
 
 
 def _is_dense(layer: MegatronModule) -> bool:

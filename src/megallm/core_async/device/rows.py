@@ -36,6 +36,7 @@ class SamplingColumns(Struct, frozen=True, eq=False):
     min_p: NDArray[np.float32]
     seed: NDArray[np.uint64]
     wants_log_probs: NDArray[np.bool_]
+    num_top: IntColumn
 
     def take(self, places: IntColumn | NDArray[np.int64]) -> "SamplingColumns":
         """Gives the entries at `places`, copied."""
@@ -46,6 +47,7 @@ class SamplingColumns(Struct, frozen=True, eq=False):
             min_p=self.min_p[places],
             seed=self.seed[places],
             wants_log_probs=self.wants_log_probs[places],
+            num_top=self.num_top[places],
         )
 
 
@@ -69,6 +71,7 @@ class Rows:
             min_p=np.zeros(max_requests, dtype=np.float32),
             seed=np.zeros(max_requests, dtype=np.uint64),
             wants_log_probs=np.zeros(max_requests, dtype=np.bool_),
+            num_top=np.zeros(max_requests, dtype=np.int32),
         )
 
     def apply(self, plan: StepPlan) -> None:
@@ -83,11 +86,16 @@ class Rows:
             kept.min_p[taken] = [numbers.min_p for numbers in sampling]
             kept.seed[taken] = np.array([numbers.seed for numbers in sampling], dtype=np.uint64)
             kept.wants_log_probs[taken] = [numbers.wants_log_probs for numbers in sampling]
+            kept.num_top[taken] = [numbers.num_top for numbers in sampling]
         if plan.blocks:
             changed_counts = column_of(plan.changed_counts)
             rows = np.repeat(column_of(plan.changed_rows), changed_counts)
             entries = np.repeat(column_of(plan.changed_starts), changed_counts) + ramps(changed_counts)
             self.block_tables[rows, entries] = column_of(plan.blocks)
+
+    def num_top_of(self, rows: IntColumn) -> int:
+        """Gives how many of the likeliest tokens any of some rows asks for."""
+        return int(self._sampling.num_top[rows].max())
 
     def sampling_of(self, rows: IntColumn) -> SamplingColumns:
         """Gives the sampling numbers of some rows, copied."""

@@ -6,21 +6,21 @@ request, no policy, no megatron.
 
 import time
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megallm.core_async.config import EngineConfig, ModelLimits
+from megallm.core_async.config import EngineConfig
 from megallm.core_async.device.attention import Attention
 from megallm.core_async.device.backends import backend_for, check_backend
-from megallm.core_async.device.kv_cache import CacheShape, PagedCache, bytes_per_token
-from megallm.core_async.device.memory import free_bytes
+from megallm.core_async.device.kv_cache import CacheShape, PagedCache
+from megallm.core_async.device.log_probs import LogProbs, joined, log_probs_of
+from megallm.core_async.device.logit_rules import LogitRules
 from megallm.core_async.device.model import ModelHook, ModelShape
+from megallm.core_async.device.queued_step import QueuedStep, StepTensors, StepTimes
 from megallm.core_async.device.rows import Rows
-from megallm.core_async.device.sampler import Sampled, sample
+from megallm.core_async.device.sampler import Sampled, processed, sample
 from megallm.core_async.device.step_inputs import StepInputs, inputs_of
-from megallm.core_async.errors import NonFiniteLogitsError
-from megallm.core_async.messages import Floats, Ints, StepPlan, StepResult
+from megallm.core_async.messages import StepPlan
 
 
 class TorchRunner:
@@ -48,6 +48,9 @@ class TorchRunner:
             block_size=config.block_size,
             device=shape.device,
         )
+        self._rules = LogitRules(
+            max_requests=config.max_requests, vocab_size=config.vocab_size, device=shape.device
+        )
 
     @property
     def attention_name(self) -> str:
@@ -59,6 +62,11 @@ class TorchRunner:
     def cache(self) -> PagedCache:
         """The paged cache, for releasing and restoring it between steps."""
         return self._cache
+
+    @property
+    def runs_at_launch(self) -> bool:
+        """See `protocols.Runner.runs_at_launch`."""
+        return self._device.type == "cpu"
 
     def start(self) -> None:
         """Binds the model and allocates the cache; see `protocols.Runner.start`."""
@@ -91,103 +99,52 @@ class TorchRunner:
             self._cache.restore()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> "QueuedStep":
+    def launch(self, plan: StepPlan) -> QueuedStep:
         """Queues one step: tensors, model, sampler. On a CPU it has run when this returns."""
         started = time.perf_counter()
         self._rows.apply(plan)
+        self._rules.set_up(plan.new_rows)
         if not plan.rows:
-            return QueuedStep(plan.step, None, prepare_s=time.perf_counter() - started)
+            return QueuedStep(plan.step, StepTensors(), StepTimes(prepare_s=time.perf_counter() - started))
         inputs = inputs_of(
             plan, self._rows, block_size=self._config.block_size, device=self._device, rope=self._hook.rope
         )
         assert self._attention is not None, "launch before start"
         self._attention.begin_step(inputs.batch)
         prepared = time.perf_counter()
-        logits = self._hook.forward(inputs)
+        scores: list[LogProbs] = []
+
+        def score(logits: Tensor, first: int) -> None:
+            assert inputs.targets is not None, "logits to score, and no targets"
+            targets = inputs.targets[first : first + len(logits)]
+            scores.append(log_probs_of(self._of_vocabulary(logits), targets, num_top=inputs.num_top))
+
+        logits = self._of_vocabulary(self._hook.forward(inputs, score))
         forwarded = time.perf_counter()
-        sampled = self._sample(logits, inputs) if inputs.num_samples else None
-        return QueuedStep(
-            plan.step,
-            sampled,
+        sampled, log_probs = self._sampled(logits, inputs) if inputs.num_samples else (None, None)
+        tensors = StepTensors(sampled=sampled, log_probs=log_probs, scores=joined(scores) if scores else None)
+        times = StepTimes(
             prepare_s=prepared - started,
             forward_s=forwarded - prepared,
             sample_s=time.perf_counter() - forwarded,
         )
+        return QueuedStep(plan.step, tensors, times)
 
-    def _sample(self, logits: Tensor, inputs: StepInputs) -> Sampled:
-        sampled = sample(logits[:, : self._config.vocab_size], inputs.sampling, inputs.sampled_positions)
+    def _sampled(self, logits: Tensor, inputs: StepInputs) -> tuple[Sampled, LogProbs | None]:
+        """Chooses the step's tokens, which are the rows' next inputs; and gives their log-probs if asked."""
+        rows, sampling = inputs.host_sampled_rows, inputs.sampling
+        adjusted = self._rules.adjusted(logits, rows, inputs.sampled_positions)
+        sampled = sample(adjusted, sampling, inputs.sampled_positions)
         self._rows.last_tokens.index_copy_(0, inputs.sampled_rows, sampled.tokens)
-        return sampled
+        self._rules.observe(rows, sampled.tokens)
+        if not sampling.wants_log_probs.any():
+            return sampled, None
+        source = processed(adjusted, sampling) if self._config.processes_log_probs else logits
+        return sampled, log_probs_of(source, sampled.tokens, num_top=inputs.num_top)
 
-
-class QueuedStep:
-    """A launched step; its tokens are on the way to the host."""
-
-    def __init__(
-        self,
-        step: int,
-        sampled: Sampled | None,
-        *,
-        prepare_s: float,
-        forward_s: float = 0.0,
-        sample_s: float = 0.0,
-    ) -> None:
-        self._step = step
-        self._times = (prepare_s, forward_s, sample_s)
-        self._columns: list[Tensor] = []
-        self._arrived: torch.cuda.Event | None = None
-        if sampled is not None:
-            columns = [sampled.tokens.int(), sampled.is_finite]
-            if sampled.log_probs is not None:
-                columns.append(sampled.log_probs)
-            self._columns = [column.to("cpu", non_blocking=True) for column in columns]
-            if sampled.tokens.is_cuda:
-                self._arrived = torch.cuda.Event()
-                self._arrived.record()
-
-    def result(self) -> StepResult:
-        """Waits until the step has run; see `protocols.PendingStep.result`.
-
-        Raises: NonFiniteLogitsError, and what the device raises late.
-        """
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        prepare_s, forward_s, sample_s = self._times
-        tokens, log_probs = Ints(b""), Floats(b"")
-        if self._columns:
-            is_finite = self._columns[1].numpy()
-            if not is_finite.all():
-                raise NonFiniteLogitsError(
-                    f"in step {self._step} the logits of {int(np.sum(~is_finite))} of {len(is_finite)} "
-                    "sampled rows have no finite best value; look for NaN or infinity in the model's weights"
-                )
-            tokens = Ints(self._columns[0].numpy().tobytes())
-            if len(self._columns) > 2:  # noqa: PLR2004 - tokens, flags, and log-probs where asked
-                log_probs = Floats(self._columns[2].numpy().tobytes())
-        return StepResult(
-            step=self._step,
-            tokens=tokens,
-            log_probs=log_probs,
-            prepare_s=prepare_s,
-            forward_s=forward_s,
-            sample_s=sample_s,
-        )
-
-
-def model_limits(model: nn.Module, *, sampling_seed: int = 42) -> ModelLimits:
-    """Gives what of the model and its device the engine's limits depend on; changes nothing.
-
-    Raises: UnsupportedModelError, naming the layer or option and what is supported.
-    """
-    shape = ModelHook(model).shape
-    return ModelLimits(
-        cache_bytes_per_token=bytes_per_token(_cache_shapes(shape), shape.dtype),
-        vocab_size=shape.vocab_size,
-        device_type=shape.device.type,
-        max_positions=shape.max_positions,
-        free_bytes=free_bytes(shape.device),
-        sampling_seed=sampling_seed,
-    )
+    def _of_vocabulary(self, logits: Tensor) -> Tensor:
+        """Leaves out the output layer's padding, which has logits and no tokens."""
+        return logits[:, : self._config.vocab_size]
 
 
 def _cache_shapes(shape: ModelShape) -> list[CacheShape]:

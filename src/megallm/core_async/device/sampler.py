@@ -32,8 +32,6 @@ class Sampled(Struct, frozen=True, eq=False):
     """`[rows]`, int64."""
     is_finite: Tensor
     """`[rows]`, bool: False where the logits hold NaN, or nothing or infinity is the best of them."""
-    log_probs: Tensor | None
-    """`[rows]`, float32: of the chosen tokens under the raw logits; None when no row asked."""
 
 
 def sample(logits: Tensor, sampling: SamplingColumns, positions: IntColumn) -> Sampled:
@@ -48,11 +46,25 @@ def sample(logits: Tensor, sampling: SamplingColumns, positions: IntColumn) -> S
     else:
         best = logits.amax(-1)
         tokens = _drawn(logits, best, is_greedy, sampling, positions)
-    log_probs = None
-    if sampling.wants_log_probs.any():
-        raw = logits.float()
-        log_probs = raw.gather(1, tokens[:, None])[:, 0] - raw.logsumexp(-1)
-    return Sampled(tokens=tokens, is_finite=best.isfinite(), log_probs=log_probs)
+    return Sampled(tokens=tokens, is_finite=best.isfinite())
+
+
+def processed(logits: Tensor, sampling: SamplingColumns) -> Tensor:
+    """Gives the float32 logits that tokens are drawn from: over the temperature, minus infinity where cut.
+
+    Rows of temperature 0 stay as they are, since their tokens are not drawn.
+    """
+    is_drawn = sampling.temperature > 0
+    temperature = np.where(is_drawn, sampling.temperature, np.float32(1))
+    scaled = (logits.float() - logits.amax(-1, keepdim=True).float()).div_(
+        _column(temperature, logits.device)
+    )
+    weights = scaled.exp()
+    cutoffs = _cutoffs(weights, sampling)
+    if cutoffs is None:
+        return scaled
+    is_cut = (weights < cutoffs[:, None]) & _column(is_drawn, logits.device)
+    return scaled.masked_fill_(is_cut, -torch.inf)
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: IntColumn) -> NDArray[np.float64]:
@@ -101,9 +113,8 @@ def _drawn(
 def _draw(logits: Tensor, best: Tensor, sampling: SamplingColumns, numbers: NDArray[np.float64]) -> Tensor:
     """Draws one token a row; `best` is each row's largest logit."""
     device = logits.device
-    temperature = torch.from_numpy(sampling.temperature).to(device, non_blocking=True)
     # the best token of a row weighs 1, whatever the temperature
-    weights = (logits.float() - best.float()[:, None]).div_(temperature[:, None]).exp_()
+    weights = (logits.float() - best.float()[:, None]).div_(_column(sampling.temperature, device)).exp_()
     cutoffs = _cutoffs(weights, sampling)
     if cutoffs is not None:
         weights.masked_fill_(weights < cutoffs[:, None], 0)
@@ -116,6 +127,11 @@ def _draw(logits: Tensor, best: Tensor, sampling: SamplingColumns, numbers: NDAr
     segment, rest = _inverted(by_segment, target)
     inside = segments.gather(1, segment[:, None, None].expand(-1, 1, _SEGMENT))[:, 0].double()
     return (segment * _SEGMENT + _inverted(inside, rest)[0]).clamp_(max=vocab - 1)
+
+
+def _column(values: NDArray[np.float32] | NDArray[np.bool_], device: torch.device) -> Tensor:
+    """Gives `[rows, 1]` on the device."""
+    return torch.from_numpy(values).to(device, non_blocking=True)[:, None]
 
 
 def _inverted(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

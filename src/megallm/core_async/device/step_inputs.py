@@ -29,9 +29,16 @@ class StepInputs(Struct, frozen=True, eq=False):
     num_samples: int
     sampled_rows: Tensor
     """`[samples]`, int64: which row each sampled token belongs to."""
+    host_sampled_rows: IntColumn
     sampling: SamplingColumns
     sampled_positions: IntColumn
     """`[samples]`: the position in its sequence that each sampled token takes."""
+    num_top: int
+    """How many of the likeliest tokens any of the step's rows asks for."""
+    scored_tokens: Tensor | None
+    """Indices of the tokens whose successors' log-probs are wanted; None is none."""
+    targets: Tensor | None
+    """`[scored tokens]`, int64: those successors."""
 
 
 def inputs_of(
@@ -53,6 +60,7 @@ def inputs_of(
     block_tables = rows.block_tables[plan_rows, : num_blocks_for(max_kv_length, block_size)]
     samples = np.flatnonzero(np.frombuffer(plan.samples, dtype=np.uint8)).astype(np.int32)
     sampled_rows = plan_rows[samples]
+    scored, targets = _scored(plan, lengths)
     columns = (
         column_of(plan.tokens),
         plan_rows,
@@ -62,11 +70,14 @@ def inputs_of(
         ends,
         query_starts[1:][samples] - 1,
         sampled_rows,
+        scored,
+        targets,
         block_tables,
     )
-    tokens_t, rows_t, positions_t, slots_t, query_starts_t, ends_t, logits_t, sampled_t, tables_t = (
-        _on_device(columns, device)
+    tokens_t, rows_t, positions_t, slots_t, query_starts_t, ends_t, *chosen_t, tables_t = _on_device(
+        columns, device
     )
+    logits_t, sampled_t, scored_t, targets_t = chosen_t
     batch = AttentionBatch(
         num_tokens=num_tokens,
         num_decode=plan.num_decode,
@@ -91,9 +102,23 @@ def inputs_of(
         logit_tokens=None if len(samples) == num_tokens else logits_t,
         num_samples=len(samples),
         sampled_rows=sampled_t.long(),
+        host_sampled_rows=sampled_rows,
         sampling=rows.sampling_of(sampled_rows),
         sampled_positions=ends[samples],
+        num_top=rows.num_top_of(plan_rows),
+        scored_tokens=scored_t if len(scored) else None,
+        targets=targets_t.long() if len(scored) else None,
     )
+
+
+def _scored(plan: StepPlan, lengths: IntColumn) -> tuple[IntColumn, IntColumn]:
+    """Gives the tokens that have a target, and the targets."""
+    targets = column_of(plan.targets)
+    if not len(targets):
+        return targets, targets
+    has_targets = np.repeat(np.frombuffer(plan.scored, dtype=np.bool_), lengths)
+    is_wanted = targets != -1
+    return np.flatnonzero(has_targets)[is_wanted].astype(np.int32), targets[is_wanted]
 
 
 def _token_ids(last_tokens: Tensor, decode_rows: Tensor, tokens: Tensor) -> Tensor:

@@ -40,6 +40,13 @@ class Address[M](Protocol):
         """
         ...
 
+    def send[R](self, message: Ask[R]) -> Reply[R]:
+        """Leaves a message and gives the slot of its reply, to be awaited later or never.
+
+        Raises: as `tell`.
+        """
+        ...
+
     async def ask[R](self, message: Ask[R]) -> R:
         """Leaves a message and waits for its reply.
 
@@ -68,11 +75,15 @@ class MailboxAddress[M]:
         """See Address."""
         self._put((message, None))
 
+    def send[R](self, message: Ask[R]) -> Reply[R]:
+        """See Address."""
+        reply: Reply[R] = Reply()
+        self._put((message, reply))  # type: ignore[arg-type] - an Ask this actor takes is one of its M
+        return reply
+
     async def ask[R](self, message: Ask[R]) -> R:
         """See Address."""
-        reply = Reply[R]()
-        self._put((message, reply))  # type: ignore[arg-type] - an Ask this actor takes is one of its M
-        return await reply.wait()
+        return await self.send(message).wait()
 
     def mark_gone(self, make_gone: Callable[[], ActorGone]) -> None:
         """From now on every call raises an error made by `make_gone`. Called by the actor when it stops."""

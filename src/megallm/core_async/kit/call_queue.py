@@ -1,6 +1,5 @@
 """Calls into a loop from other threads: each a future, each a task of its own, none an orphan."""
 
-import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
@@ -23,8 +22,8 @@ class CallQueue:
             Callable[[], Coroutine[Any, Any, None]]
         ](inf)
         self._tasks: TaskGroup | None = None
-        self._unfinished: dict[Future[Any], None] = {}
-        """Those whose outcome is not settled; whoever pops one settles it."""
+        self._unfinished: dict[Future[Any], Future[Any]] = {}
+        """Whoever pops one, in the loop or on a caller's thread, is the one to drop it."""
         self._has_ended = False
 
     @property
@@ -40,7 +39,7 @@ class CallQueue:
         Raises: RuntimeError when it has ended.
         """
         future: Future[T] = Future()
-        self._unfinished[future] = None
+        self._unfinished[future] = future
         if self._has_ended:
             self._drop(future)
             raise RuntimeError("the loop has ended")
@@ -67,6 +66,7 @@ class CallQueue:
                 task_status.started()
                 async for call in self._received:
                     tasks.start_soon(call)
+                    del call  # this frame would keep the last one, its arguments and its outcome
                 tasks.cancel_scope.cancel()
         finally:
             self.end()
@@ -93,22 +93,22 @@ class CallQueue:
             try:
                 value = await function(*args)
             except Exception as error:  # noqa: BLE001 - it is the caller's, whole
-                _settle(future.set_exception, error)
+                _settle(future.set_exception, error, future.cancelled)
             else:
-                _settle(future.set_result, value)
+                _settle(future.set_result, value, future.cancelled)
             finally:
                 self._drop(future)
-                del future  # an error's traceback holds this frame: a cycle would keep both, and all they hold
+                del future  # an error's traceback holds this frame: a cycle would keep both
 
     def _drop(self, future: Future[Any]) -> None:
         """Cancels a future that has no outcome: nothing works on it any more."""
-        if future in self._unfinished:
-            del self._unfinished[future]
-            if future.cancel():
-                future.set_running_or_notify_cancel()  # else concurrent.futures.wait() would wait for ever
+        if self._unfinished.pop(future, None) is not None and future.cancel():
+            future.set_running_or_notify_cancel()  # else concurrent.futures.wait() would wait for ever
 
 
-def _settle[T](give: Callable[[T], None], outcome: T) -> None:
+def _settle[T](give: Callable[[T], None], outcome: T, was_cancelled: Callable[[], bool]) -> None:
     """Gives an outcome to a future unless its caller has cancelled it, perhaps this very moment."""
-    with contextlib.suppress(InvalidStateError):
+    try:
         give(outcome)
+    except InvalidStateError:
+        assert was_cancelled(), "a future was settled twice"

@@ -42,13 +42,17 @@ class ThreadAddress[M]:
         """See Address."""
         self._put(message, 0)
 
-    async def ask[R](self, message: Ask[R]) -> R:
+    def send[R](self, message: Ask[R]) -> Reply[R]:
         """See Address."""
-        reply = Reply[R]()
+        reply: Reply[R] = Reply()
         ticket = id(reply)
         self._put(message, ticket)  # type: ignore[arg-type] - an Ask this actor takes is one of its M
         self._unanswered[ticket] = reply  # type: ignore[assignment] - answered with what handle returned
-        return await reply.wait()
+        return reply
+
+    async def ask[R](self, message: Ask[R]) -> R:
+        """See Address."""
+        return await self.send(message).wait()
 
     def answer(self, ticket: int, value: object) -> None:
         """Gives an asker its answer. Called by the actor, in the loop."""

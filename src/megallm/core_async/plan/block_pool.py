@@ -119,23 +119,22 @@ class BlockPool:
 
     def _grow(self, wish: ReserveBlocks, draft: Draft) -> None:
         """Gives running rows the blocks they lack, in order, and takes from the last where it must."""
-        places = {row: place for place, row in enumerate(wish.victims)}
-        order = [places.get(row, -1) for row in wish.rows]
-        assert -1 not in order and order == sorted(set(order)), (
+        columns = zip(wish.rows, wish.num_tokens, strict=True)
+        missing = [self._num_missing(row, num_tokens) for row, num_tokens in columns]
+        assert sum(missing) <= self._num_available or _is_ordered(wish.rows, wish.victims), (
             f"running rows {wish.rows} are not in the order of the victims {wish.victims}"
         )
-        for row, wanted in zip(wish.rows, wish.num_tokens, strict=True):
-            if places[row] >= len(wish.victims) - len(draft.preempted):
+        for row, num_missing in zip(wish.rows, missing, strict=True):
+            if row not in self._tables:
                 return  # it yielded, and so did all that come after it
-            num_missing = self._num_missing(row, wanted)
-            if num_missing <= 0:
+            if not num_missing:
                 continue
             while num_missing > self._num_available:
                 victim = wish.victims[-1 - len(draft.preempted)]
                 if victim == row and self._may_hold(row, draft):
                     draft.held.append(row)
                     break
-                assert victim != row or places[row] > 0, (
+                assert row != wish.victims[0] or victim != row, (
                     f"row {row}, the first of all, lacks {num_missing} blocks and only {self._num_available}"
                     f" of {self._num_blocks} can be had"
                 )
@@ -156,7 +155,7 @@ class BlockPool:
     def _admit(self, admissions: Sequence[Admission], budget: int, num_running: int, draft: Draft) -> None:
         """Grants what fits, in order. One block for each running row stays out of it, so that it can grow."""
         for index, admission in enumerate(admissions):
-            if budget <= 0:
+            if budget <= 0 or num_running >= self._num_available:
                 return
             found = self._find(admission)
             num_cached = len(found) * self._block_size
@@ -218,12 +217,13 @@ class BlockPool:
         return -(-num_tokens // self._block_size)
 
     def _num_missing(self, row: Row, num_tokens: int) -> int:
-        """Gives how many blocks a row wants beyond those it holds."""
+        """Gives how many blocks a running row wants beyond those it holds."""
         num_wanted = self._blocks_for(num_tokens)
         assert 0 < num_wanted <= self._num_blocks, (
             f"row {row} wants {num_wanted} blocks for {num_tokens} tokens, the pool has {self._num_blocks}"
         )
-        return num_wanted - len(self._tables.get(row, ()))
+        assert row in self._tables, f"row {row} is to grow and holds no block"
+        return max(0, num_wanted - len(self._tables[row]))
 
     def _extend(self, row: Row, count: int, draft: Draft) -> None:
         table = self._tables.setdefault(row, [])
@@ -250,11 +250,14 @@ class BlockPool:
             self._num_holders[block] -= 1
             if self._num_holders[block]:
                 continue
-            if self._keeps_cached and block in self._index:
+            kept = self._index.settle(block) if self._keeps_cached else None
+            if kept == block:
                 self._cached[block] = None
-            else:
-                self._index.forget(block)
-                self._free.append(block)
+                continue
+            self._index.forget(block)
+            self._free.append(block)
+            if kept in self._cached:  # used just now, by its copy
+                self._cached.move_to_end(kept)
 
     def _share(self, filled: FilledBlock) -> None:
         """Makes a filled block known, unless another of the same prefix is."""
@@ -262,6 +265,13 @@ class BlockPool:
             del self._coming[filled.key]
         if filled.row in self._unshared:
             return
-        block = self._tables[filled.row][filled.place]
-        if block not in self._index and not self._index.add(block, filled.key, filled.parent, filled.tokens):
+        table = self._tables[filled.row]
+        before = table[filled.place - 1] if filled.place else None
+        if not self._index.add(table[filled.place], filled, before):
             self._unshared.add(filled.row)
+
+
+def _is_ordered(rows: Sequence[Row], victims: Sequence[Row]) -> bool:
+    """Whether `rows` are some of `victims`, in their order."""
+    rest = iter(victims)
+    return all(row in rest for row in rows)

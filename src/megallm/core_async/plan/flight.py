@@ -23,11 +23,15 @@ from megallm.core_async.plan.request import Request
 class InFlight:
     """A plan whose result is to come, and whom the result concerns, in batch order."""
 
-    __slots__ = ("complete", "firsts", "number", "sampled", "scored")
+    __slots__ = ("complete", "firsts", "has_stale", "last", "number", "sampled", "scored")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.sampled: list[Request] = []
+        self.last: list[Request] = []
+        """Those of them whose token is the last that they may have."""
+        self.has_stale = False
+        """Whether one of them has ended before the result came."""
         self.firsts: list[Request] = []
         """Those of whom the detokeniser has not heard."""
         self.complete: list[Request] = []
@@ -45,6 +49,8 @@ class InFlight:
         request.num_tokens += 1
         request.is_decoding = True
         self.sampled.append(request)
+        if request.num_tokens >= request.max_tokens:
+            self.last.append(request)
         self._introduce(request)
         return True
 
@@ -95,10 +101,8 @@ class Outcome:
         self.tokens, self.log_probs, self.top = result.tokens, result.log_probs, result.top
         self.scored = step.scores_of(result) if step.scored else []
 
-    def leave_out(self, indices: list[int]) -> None:
-        """Drops the tokens of requests that had ended before the result came."""
-        stale = set(indices)
-        kept = [index for index in range(len(self.requests)) if index not in stale]
+    def keep(self, kept: list[int]) -> None:
+        """Drops the tokens of all but some places: of requests that had ended before the result came."""
         tokens = unpack_ints(self.tokens)
         self.tokens = pack_ints([tokens[index] for index in kept])
         if self.log_probs:

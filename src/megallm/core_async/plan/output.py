@@ -25,17 +25,17 @@ class Output:
 
     __slots__ = (
         "_detokenize",
-        "_first_s",
-        "_last_s",
         "_log_probs",
         "_num_sent",
         "_prompt_log_probs",
         "_prompt_top",
-        "_token_ids",
         "_top",
+        "first_s",
         "is_watched",
+        "last_s",
         "spec",
         "stream",
+        "token_ids",
     )
 
     def __init__(self, spec: TextSpec, detokenize: Callable[[Sequence[int]], str]) -> None:
@@ -47,21 +47,16 @@ class Output:
         self.is_watched = self.stream is not None or spec.reports_progress
         """Whether something is to be done with each token, beyond keeping it."""
         self._detokenize = detokenize
-        self._token_ids: list[int] = []
+        self.token_ids: list[int] = []
+        """Everything generated; the detokeniser appends."""
         self._num_sent = 0
-        self._first_s: float | None = None
-        self._last_s: float | None = None
+        self.first_s: float | None = None
+        """Loop time of the first token."""
+        self.last_s: float | None = None
         self._log_probs: list[float] = []
         self._top: list[Place] = []
         self._prompt_log_probs: list[float] = []
         self._prompt_top: list[Place] = []
-
-    def add(self, token: int, time_s: float) -> None:
-        """Appends a token."""
-        self._token_ids.append(token)
-        if self._first_s is None:
-            self._first_s = time_s
-        self._last_s = time_s
 
     def add_log_prob(self, log_prob: float, top: Place) -> None:
         """Appends the log-probs that belong to the last token."""
@@ -79,7 +74,7 @@ class Output:
     def extend(self, ending: Finished | None) -> str:
         """Gives the text of the last token that is safe to show; an id that ends the request has none."""
         assert self.stream is not None, "a request whose text is made at its end"
-        return "" if self._ends_silently(ending) else self.stream.append(self._token_ids[-1:])
+        return "" if self._ends_silently(ending) else self.stream.append(self.token_ids[-1:])
 
     def delta(self, text: str) -> Delta | None:
         """Gives what a stream shows now: text and the tokens behind it; None when all is held back."""
@@ -95,8 +90,8 @@ class Output:
     def completion(self, ending: Finished) -> Completion:
         """Gives the whole output, and why it ended."""
         if self.stream is None:
-            num_tokens = len(self._token_ids)
-            text = self._detokenize(self._token_ids[: num_tokens - self._ends_silently(ending)])
+            num_tokens = len(self.token_ids)
+            text = self._detokenize(self.token_ids[: num_tokens - self._ends_silently(ending)])
         else:
             _, num_tokens, ending = self._ended("", ending)
             text = self.stream.text
@@ -104,12 +99,12 @@ class Output:
         return Completion(
             request_id=ending.request_id,
             text=text,
-            token_ids=self._token_ids[:num_tokens],
+            token_ids=self.token_ids[:num_tokens],
             finish_reason=ending.finish_reason,
             stop_reason=ending.stop_reason,
             num_cached_tokens=ending.num_cached_tokens,
-            first_token_s=self._first_s,
-            last_token_s=self._last_s,
+            first_token_s=self.first_s,
+            last_token_s=self.last_s,
             log_probs=self._log_probs[:num_tokens] if wants else None,
             top=self._top[:num_tokens] if wants else None,
             prompt_log_probs=self._prompt_log_probs if wants else None,
@@ -127,7 +122,7 @@ class Output:
         assert self.stream is not None, "a request whose text is made at its end"
         text += self.stream.finish()
         if self.stream.stop is None:
-            return text, len(self._token_ids), ending
+            return text, len(self.token_ids), ending
         stopped = structs.replace(ending, finish_reason="stop", stop_reason=self.stream.stop)
         return text, self.stream.num_kept_tokens, stopped
 
@@ -136,7 +131,7 @@ class Output:
         wants = self.spec.wants_log_probs
         return Delta(
             text=text,
-            token_ids=self._token_ids[start : self._num_sent],
+            token_ids=self.token_ids[start : self._num_sent],
             log_probs=self._log_probs[start : self._num_sent] if wants else None,
             top_n_logprobs=[by_text(place, self._detokenize) for place in self._top[start : self._num_sent]]
             if wants and self.spec.num_top

@@ -2,13 +2,15 @@
 
 A block is known by its key, the SHA-256 of its parent's key and its token ids, so that one key
 stands for the whole prefix (the chain that megatron-core's `compute_block_hashes_batched` makes).
-What a key finds is served only when parent and tokens are equal: no collision is ever served.
+What a key finds is served only when all tokens up to it are equal: no collision is ever served.
 """
 
 from array import array
 from hashlib import sha256
 
-from megallm.core_async.messages import BlockId, Ints
+from msgspec import Struct
+
+from megallm.core_async.messages import BlockId, FilledBlock, Ints
 
 ROOT = bytes(32)
 """The parent's key of a first block."""
@@ -35,21 +37,33 @@ def public_hash(key: bytes) -> int:
     return int.from_bytes(key[:8], "little") % (2**63 - 1) + 1
 
 
+class Prefix(Struct, frozen=True, eq=False):
+    """The tokens of a block and all before them. Of the garbage collector: chains of others end in recursion."""
+
+    key: bytes
+    above: "Prefix | bytes"
+    """The prefix before the block's tokens; before a first block, the root."""
+    tokens: Ints
+
+
 class PrefixIndex:
-    """Blocks by key, and keys of blocks."""
+    """Blocks by the prefix they end. One of them is found by its key; copies of it stand by."""
 
     def __init__(self, block_size: int) -> None:
         self._width = 4 * block_size
         """Bytes of one block's token ids."""
         self._blocks: dict[bytes, BlockId] = {}
-        self._entries: dict[BlockId, tuple[bytes, bytes, Ints]] = {}
-        """(key, parent's key, token ids) of each known block."""
+        """The blocks that are found, by key."""
+        self._prefixes: dict[BlockId, Prefix] = {}
+        """Of those and of their copies."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._blocks)
 
     def __contains__(self, block: BlockId) -> bool:
-        return block in self._entries
+        """Whether the block is one that is found."""
+        prefix = self._prefixes.get(block)
+        return prefix is not None and self._blocks.get(prefix.key) == block
 
     def find(self, keys: list[bytes], tokens: Ints, *, root: bytes, most: int) -> list[BlockId]:
         """Gives the blocks of the longest known prefix of `tokens`, `most` at the most.
@@ -57,49 +71,71 @@ class PrefixIndex:
         `keys`: of the complete blocks of `tokens`; the first has `root` for its parent.
         """
         found: list[BlockId] = []
-        parent = root
+        above: Prefix | bytes = root
         for place, key in enumerate(keys[:most]):
             block = self._blocks.get(key)
-            if block is None or not self._stands_for(block, parent, self._slice(tokens, place)):
+            if block is None:
+                break
+            prefix = self._prefixes[block]
+            if prefix.tokens != self._slice(tokens, place) or not _is_same(prefix.above, above):
                 break
             found.append(block)
-            parent = key
+            above = prefix
         return found
 
-    def add(self, block: BlockId, key: bytes, parent: bytes, tokens: Ints) -> bool:
-        """Makes a block known; says whether its key stands for this prefix now.
+    def add(self, block: BlockId, filled: FilledBlock, before: BlockId | None) -> bool:
+        """Makes a block known that follows the block `before`; a copy of one that is known stands by.
 
-        False when another prefix has the key: nothing that follows the block may be made known.
+        False when the key is another prefix's, or `before` is not known: nothing that follows it may be.
         """
-        known = self._blocks.get(key)
-        if known is not None:
-            return self._stands_for(known, parent, tokens)
-        self._blocks[key] = block
-        self._entries[block] = (key, parent, tokens)
+        above = filled.parent if before is None else self._prefixes.get(before)
+        if above is None:
+            return False
+        prefix = Prefix(filled.key, above, filled.tokens)
+        first = self._blocks.setdefault(filled.key, block)
+        if first != block:
+            known = self._prefixes[first]
+            if not _is_same(known, prefix):
+                return False
+            prefix = known
+        self._prefixes[block] = prefix
         return True
+
+    def settle(self, block: BlockId) -> BlockId | None:
+        """Gives the block that ends the prefix of this one, for good: a copy takes the place of a forgotten one."""
+        prefix = self._prefixes.get(block)
+        return None if prefix is None else self._blocks.setdefault(prefix.key, block)
 
     def forget(self, block: BlockId) -> None:
         """Makes a block unknown; one that is not known stays so."""
-        entry = self._entries.pop(block, None)
-        if entry is not None:
-            del self._blocks[entry[0]]
+        prefix = self._prefixes.pop(block, None)
+        if prefix is not None and self._blocks.get(prefix.key) == block:
+            del self._blocks[prefix.key]
 
     def clear(self) -> None:
         """Makes all blocks unknown."""
         self._blocks.clear()
-        self._entries.clear()
+        self._prefixes.clear()
 
     def check(self) -> None:
         """Asserts that keys and blocks name each other."""
-        odd = [block for key, block in self._blocks.items() if self._entries.get(block, (b"",))[0] != key]
+        odd = [
+            block
+            for key, block in self._blocks.items()
+            if block not in self._prefixes or self._prefixes[block].key != key
+        ]
         assert not odd, f"blocks {odd} are found by keys they do not have"
-        assert len(self._blocks) == len(self._entries), (
-            f"{len(self._blocks)} keys, {len(self._entries)} blocks"
-        )
-
-    def _stands_for(self, block: BlockId, parent: bytes, tokens: bytes) -> bool:
-        _, known_parent, known_tokens = self._entries[block]
-        return known_parent == parent and known_tokens == tokens
 
     def _slice(self, tokens: Ints, place: int) -> bytes:
         return tokens[place * self._width : (place + 1) * self._width]
+
+
+def _is_same(one: Prefix | bytes, other: Prefix | bytes) -> bool:
+    """Whether two prefixes are of the same tokens; in all but rare cases they are one object."""
+    while one is not other:
+        if isinstance(one, bytes) or isinstance(other, bytes):
+            return one == other
+        if one.tokens != other.tokens:
+            return False
+        one, other = one.above, other.above
+    return True

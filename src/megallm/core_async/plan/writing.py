@@ -18,6 +18,8 @@ def write_plan(step: InFlight, choice: Choice, grant: BlockGrant | None) -> Step
     for request in choice.decodes:
         request.num_computed += 1
         request.num_tokens += 1
+        if request.num_tokens >= request.max_tokens:
+            step.last.append(request)
     step.sampled += choice.decodes
     for request, length in choice.chunks:
         start = request.num_computed

@@ -1,0 +1,105 @@
+"""A launched step: its results on their way from the device, and the message they become."""
+
+import numpy as np
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from megallm.core_async.device.log_probs import LogProbs
+from megallm.core_async.device.sampler import Sampled
+from megallm.core_async.errors import NonFiniteLogitsError
+from megallm.core_async.messages import Floats, Ints, StepResult, TopLogProbs
+
+
+class StepTensors(Struct, frozen=True, eq=False):
+    """What a step gave, on the device; None where nothing was asked for."""
+
+    sampled: Sampled | None = None
+    log_probs: LogProbs | None = None
+    """Of the sampled tokens."""
+    scores: LogProbs | None = None
+    """Of the plan's targets."""
+
+
+class StepTimes(Struct, frozen=True):
+    """Host seconds that the parts of a step took."""
+
+    prepare_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+
+
+class QueuedStep:
+    """`protocols.PendingStep`: the copies to the host are queued behind the step's work."""
+
+    def __init__(self, step: int, tensors: StepTensors, times: StepTimes) -> None:
+        self._step = step
+        self._times = times
+        self._tokens = self._is_finite = None
+        device: torch.device | None = None
+        if tensors.sampled is not None:
+            device = tensors.sampled.tokens.device
+            self._tokens = _on_host(tensors.sampled.tokens.int())
+            self._is_finite = _on_host(tensors.sampled.is_finite)
+        self._log_probs = None if tensors.log_probs is None else _logs_on_host(tensors.log_probs)
+        self._scores = None if tensors.scores is None else _logs_on_host(tensors.scores)
+        if tensors.scores is not None:
+            device = tensors.scores.chosen.device
+        self._arrived: torch.cuda.Event | None = None
+        if device is not None and device.type == "cuda":
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def result(self) -> StepResult:
+        """Waits until the step has run; see `protocols.PendingStep.result`.
+
+        Raises: NonFiniteLogitsError, and what the device raises late.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        if self._is_finite is not None:
+            self._check(self._is_finite.numpy())
+        return StepResult(
+            step=self._step,
+            tokens=Ints(b"" if self._tokens is None else self._tokens.numpy().tobytes()),
+            log_probs=_chosen(self._log_probs),
+            top=_top(self._log_probs),
+            scores=_chosen(self._scores),
+            score_top=_top(self._scores),
+            prepare_s=self._times.prepare_s,
+            forward_s=self._times.forward_s,
+            sample_s=self._times.sample_s,
+        )
+
+    def _check(self, is_finite: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
+        if not is_finite.all():
+            raise NonFiniteLogitsError(
+                f"in step {self._step} the logits of {int(np.sum(~is_finite))} of {len(is_finite)} "
+                "sampled rows have no finite best value; look for NaN or infinity in the model's weights"
+            )
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", non_blocking=True)
+
+
+def _logs_on_host(log_probs: LogProbs) -> LogProbs:
+    return LogProbs(
+        chosen=_on_host(log_probs.chosen),
+        top_ids=_on_host(log_probs.top_ids.int()),
+        top=_on_host(log_probs.top),
+    )
+
+
+def _chosen(log_probs: LogProbs | None) -> Floats:
+    return Floats(b"" if log_probs is None else log_probs.chosen.numpy().tobytes())
+
+
+def _top(log_probs: LogProbs | None) -> TopLogProbs | None:
+    if log_probs is None or not log_probs.top.shape[1]:
+        return None
+    return TopLogProbs(
+        num_top=log_probs.top.shape[1],
+        ids=Ints(log_probs.top_ids.numpy().tobytes()),
+        log_probs=Floats(log_probs.top.numpy().tobytes()),
+    )
