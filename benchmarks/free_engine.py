@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from megallm.core_async.actors.worker import Worker
 from megallm.core_async.kit.actor import Address, MailboxAddress
+from megallm.core_async.kit.reply import Reply
 from megallm.core_async.kit.thread_actor import ThreadAddress
 from megallm.core_async.messages import Ask, Ints, LaunchStep, StepPlan, StepResult, WorkerMessage, pack_ints
 from megallm.core_async.protocols import Runner
@@ -139,8 +140,11 @@ class _MeteredAddress:
             if step >= 0 and step % self._window == 0:
                 self._mark()
 
+    def send[R](self, message: Ask[R]) -> Reply[R]:
+        return self._worker.send(message)
+
     async def ask[R](self, message: Ask[R]) -> R:
-        return await self._worker.ask(message)
+        return await self.send(message).wait()
 
 
 @contextmanager
@@ -151,7 +155,7 @@ def counted_messages() -> Generator[Callable[[], int]]:
     """
     total = 0
     kinds: tuple[Any, ...] = (MailboxAddress, ThreadAddress)  # Any: their methods are replaced for a while
-    kept = [(kind, kind.tell, kind.ask) for kind in kinds]
+    kept = [(kind, kind.tell, kind.send) for kind in kinds]
 
     # Any: whatever the method takes and gives
     def counting(method: Callable[..., Any], num_messages: int) -> Callable[..., Any]:
@@ -162,10 +166,10 @@ def counted_messages() -> Generator[Callable[[], int]]:
 
         return counted
 
-    for kind, tell, ask in kept:
-        kind.tell, kind.ask = counting(tell, 1), counting(ask, 2)
+    for kind, tell, send in kept:
+        kind.tell, kind.send = counting(tell, 1), counting(send, 2)
     try:
         yield lambda: total
     finally:
-        for kind, tell, ask in kept:
-            kind.tell, kind.ask = tell, ask
+        for kind, tell, send in kept:
+            kind.tell, kind.send = tell, send

@@ -1,22 +1,25 @@
-"""Both facades round the fake model, driven alike from an async test, and a runner that a test can hold and break."""
+"""Both facades round a fake model that a test can hold and break; an async test drives them alike."""
 
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import anyio
 from anyio import to_thread
+from anyio.abc import TaskGroup
 from msgspec import structs
 
 from megallm.core_async.actors.lifecycle import KvMode
+from megallm.core_async.actors.worker import Worker
 from megallm.core_async.builder import Parts
 from megallm.core_async.config import EngineConfig
-from megallm.core_async.engine import Engine
+from megallm.core_async.engine import Engine, WorkerActor
 from megallm.core_async.host import EngineHost
 from megallm.core_async.intake import Intake
 from megallm.core_async.llm import MegatronAsyncLLM
 from megallm.core_async.messages import Delta, StepPlan
+from megallm.core_async.protocols import Runner
 from megallm.core_async.result import Result
 from megallm.core_async.sampling_params import SamplingParams
 from megallm.core_async.tokenizers import TokenizerAdapter
@@ -31,19 +34,20 @@ ANSWER_S = 5.0
 
 
 class HeldRunner(FakeRunner):
-    """A fake model that a test can hold and break at any step, and where it releases and restores its cache."""
+    """A fake model that a test can hold and break: at any step, and at the cache's release and restoring."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(
             num_blocks=config.num_blocks, block_size=config.block_size, max_requests=config.max_requests
         )
         self.is_held = threading.Event()
+        """Set while it waits."""
         self._hold: str | None = None
         self._goes = threading.Event()
         self._failures: dict[str, Exception] = {}
 
     def hold(self, what: str) -> None:
-        """Makes it wait for `go` at a step ("step 3"), at "release" or at "restore"; `is_held` says that it does."""
+        """Makes it wait for `go` at a step ("step 3"), at "release" or at "restore"."""
         self.is_held.clear()
         self._goes.clear()
         self._hold = what
@@ -51,6 +55,7 @@ class HeldRunner(FakeRunner):
     def go(self) -> None:
         """Lets it go on."""
         self._hold = None
+        self.is_held.clear()
         self._goes.set()
 
     def break_at(self, what: str, failure: Exception) -> None:
@@ -80,10 +85,12 @@ class HeldRunner(FakeRunner):
             raise self._failures[what]
 
 
-def fake_parts(config: EngineConfig, runner: FakeRunner) -> Parts:
+def fake_parts(
+    config: EngineConfig, runner: FakeRunner, make_worker: Callable[[Runner], WorkerActor] = Worker
+) -> Parts:
     """Gives the parts of a facade round a fake model."""
     adapter = TokenizerAdapter(FakeTokenizer())
-    engine = Engine(config, runner, adapter)
+    engine = Engine(config, runner, adapter, make_worker=make_worker)
     return Parts(engine, Intake(config, adapter, engine.next_request_id), adapter)
 
 
@@ -101,9 +108,16 @@ class FakeLLM(MegatronLLM):
 class FakeAsyncLLM(MegatronAsyncLLM):
     """The async facade, of a fake model."""
 
-    def __init__(self, config: EngineConfig, runner: FakeRunner, *, use_coordinator: bool = True) -> None:
-        """Starts nothing, as the facade does not."""
-        self._parts = fake_parts(config, runner)
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: FakeRunner,
+        *,
+        use_coordinator: bool = True,
+        make_worker: Callable[[Runner], WorkerActor] = Worker,
+    ) -> None:
+        """Starts nothing, as the facade does not. With a worker in a task nothing depends on threads."""
+        self._parts = fake_parts(config, runner, make_worker)
         self._use_coordinator = use_coordinator
         self._backend = "asyncio"
         self._tasks = None
@@ -114,9 +128,10 @@ class FakeAsyncLLM(MegatronAsyncLLM):
 class Driver:
     """One facade of either kind, each call awaited: those of the sync one are made on threads."""
 
-    def __init__(self, llm: MegatronLLM | MegatronAsyncLLM, runner: HeldRunner) -> None:
+    def __init__(self, llm: MegatronLLM | MegatronAsyncLLM, runner: HeldRunner, tasks: TaskGroup) -> None:
         self.llm = llm
         self.runner = runner
+        self._tasks = tasks
 
     @property
     def phase(self) -> str:
@@ -129,6 +144,10 @@ class Driver:
         if isinstance(self.llm, MegatronLLM):
             return await to_thread.run_sync(method, *args)
         return await method(*args)
+
+    def start(self, call: Awaitable[Any]) -> "Pending":  # Any: the same
+        """Makes a call, or whatever it is, in a task of its own."""
+        return Pending(self._tasks, call)
 
     async def generate(self, prompts: list[list[int]], num_tokens: int = 8) -> list[Result]:
         """Runs a batch."""
@@ -146,9 +165,20 @@ class Driver:
             return await to_thread.run_sync(next, stream, None)
         return await anext(stream, None)
 
+    async def leave(self, stream: Any) -> None:  # Any: the same
+        """Leaves a stream early."""
+        if isinstance(self.llm, MegatronLLM):
+            stream.close()
+        else:
+            await stream.aclose()
+
     async def until_held(self) -> None:
         """Waits until the runner is where the test holds it."""
         assert await to_thread.run_sync(self.runner.is_held.wait, ANSWER_S), "it never came there"
+
+    async def until(self, phase: str) -> None:
+        """Waits until the engine is in a phase, which somebody else brings it into."""
+        await eventually(lambda: self.phase == phase)
 
     async def enter(self, phase: str) -> None:
         """Brings the engine into a phase that it stays in."""
@@ -158,6 +188,47 @@ class Driver:
             await self.call("resume")
             await self.call("unpause" if phase == "running" else "pause")
         assert self.phase == phase
+
+
+class Pending:
+    """A call in a task of its own, and what came of it."""
+
+    def __init__(self, tasks: TaskGroup, call: Awaitable[Any]) -> None:  # Any: whatever the call gives
+        self._has_ended = anyio.Event()
+        self._value: Any = None  # Any: the same
+        self._error: Exception | None = None
+        tasks.start_soon(self._run, call)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is an outcome."""
+        return self._has_ended.is_set()
+
+    async def outcome(self) -> Any:  # Any: the same
+        """Waits for the call, not for ever; gives its value or raises its error."""
+        if (error := await self.error()) is not None:
+            raise error
+        return self._value
+
+    async def error(self) -> Exception | None:
+        """Waits for the call in the same way; gives its error, None where there is none."""
+        with anyio.fail_after(ANSWER_S):
+            await self._has_ended.wait()
+        return self._error
+
+    async def _run(self, call: Awaitable[Any]) -> None:  # Any: the same
+        try:
+            self._value = await call
+        except Exception as error:  # noqa: BLE001 - it is the test's to judge
+            self._error = error
+        self._has_ended.set()
+
+
+async def eventually(holds: Callable[[], object]) -> None:
+    """Waits for something that another thread brings about."""
+    with anyio.fail_after(ANSWER_S):
+        while not holds():
+            await anyio.lowlevel.checkpoint()
 
 
 def greedy(num_tokens: int) -> SamplingParams:
@@ -177,21 +248,30 @@ def lifecycle_config(
 async def driving(
     facade: Facade, config: EngineConfig | None = None, *, use_coordinator: bool = True
 ) -> AsyncGenerator[Driver]:
-    """Runs a facade round a block, and stops it."""
+    """Runs a facade round a block, and stops it; then the calls that the block has started end as well."""
     limits = lifecycle_config() if config is None else config
     runner = HeldRunner(limits)
-    if facade == "sync":
-        with FakeLLM(limits, runner, use_coordinator=use_coordinator) as llm:
-            yield Driver(llm, runner)
-            await to_thread.run_sync(llm.shutdown)
-        return
-    async_llm = FakeAsyncLLM(limits, runner, use_coordinator=use_coordinator)
-    if facade == "native":
-        async with async_llm:
-            yield Driver(async_llm, runner)
-        return
-    try:
-        yield Driver(async_llm, runner)
-    finally:
-        with anyio.CancelScope(shield=True):
-            await async_llm.shutdown()
+    async with anyio.create_task_group() as tasks:
+        if facade == "sync":
+            llm = FakeLLM(limits, runner, use_coordinator=use_coordinator)
+            try:
+                yield Driver(llm, runner, tasks)
+            finally:
+                runner.go()
+                with anyio.CancelScope(shield=True):
+                    await to_thread.run_sync(llm.shutdown)
+            return
+        async_llm = FakeAsyncLLM(limits, runner, use_coordinator=use_coordinator)
+        if facade == "native":
+            async with async_llm:
+                try:
+                    yield Driver(async_llm, runner, tasks)
+                finally:
+                    runner.go()
+            return
+        try:
+            yield Driver(async_llm, runner, tasks)
+        finally:
+            runner.go()
+            with anyio.CancelScope(shield=True):
+                await async_llm.shutdown()

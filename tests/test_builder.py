@@ -76,7 +76,11 @@ def test_a_model_in_training_mode_is_refused() -> None:
     """Dropout would sample noise, silently."""
     model = new_model()
     model.train()
-    with pytest.raises(ValueError, match=r"model is in training mode; call model\.eval\(\) first"):
+    with pytest.raises(ValueError, match=r"^model is in training mode \(its GPTModel\); call model"):
+        built(model=model)
+    model.eval()
+    model.decoder.layers[2].mlp.train()
+    with pytest.raises(ValueError, match=r"^model is in training mode \(its MLP\)"):
         built(model=model)
 
 
@@ -91,7 +95,7 @@ def test_direct_mode_can_not_keep_expert_ranks_in_step() -> None:
 def test_an_unknown_layer_is_refused_by_name() -> None:
     """Construction is the last moment at which nothing has happened."""
     model = new_model()
-    model.decoder.layers[1].self_attention = nn.Identity()
+    model.decoder.layers[1].self_attention = nn.Identity().eval()
     with pytest.raises(UnsupportedModelError, match=r"decoder\.layers\.1 has a Identity"):
         built(model=model)
 

@@ -33,6 +33,7 @@ from megallm.core_async.messages import (
 )
 from megallm.core_async.plan.block_pool import BlockPool
 from megallm.core_async.plan.policy import MAX_PASSES, Limits
+from megallm.core_async.plan.roster import Roster
 from megallm.core_async.protocols import PendingStep
 from tests.fakes import FakeRunner, continuation, likeliest, log_prob
 
@@ -134,9 +135,8 @@ class Pump:
         self.gate = Gate()
         self.pool = pool
         self.allocator = Allocator(self.pool)
-        self.scheduler = Scheduler(
-            limits, self.allocator.address, self.gate, num_blocks=pool.num_blocks, max_waiting=max_waiting
-        )
+        roster = Roster(limits, num_blocks=pool.num_blocks, max_waiting=max_waiting)
+        self.scheduler = Scheduler(roster, self.allocator.address, self.gate)
         self.runner = FakeRunner(
             num_blocks=pool.num_blocks, block_size=limits.block_size, max_requests=limits.max_requests
         )
@@ -252,9 +252,10 @@ class Pump:
         admitted.num_admissions += 1
         for other, account in self.accounts.items():
             is_before = (account.prompt.priority, other) < (admitted.prompt.priority, request_id)
-            if is_before and not account.num_admissions and account.ending is None and not account.is_held:
+            is_new = not account.num_admissions and account.ending is None and not account.is_held
+            if is_before and is_new and admitted.num_admissions == 1:
                 account.num_passes += 1
-                assert account.num_passes <= MAX_PASSES + self.limits.max_requests
+                assert account.num_passes <= MAX_PASSES * self.limits.max_requests
 
     def enter(self, batch: TokenBatch) -> None:
         """Writes a batch into the accounts; nobody is heard of before the start or after the end."""

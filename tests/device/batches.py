@@ -47,21 +47,7 @@ def attended(attention: Attention, case: Case, *, seed: int = 0) -> tuple[Tensor
         .permutation(num_blocks)[: rows.block_tables.size]
         .reshape(rows.block_tables.shape)
     )
-    cache = PagedCache(
-        [CacheShape(shape.num_kv_heads, shape.head_dim, shape.value_head_dim)],
-        num_blocks=num_blocks,
-        block_size=case.block_size,
-        dtype=case.dtype,
-        device=CPU,
-    )
-    cache.allocate()
-    layer = PagedLayer(
-        shape=shape,
-        cache=cache.layers[0],
-        sinks=torch.randn(shape.num_heads, generator=generator).to(case.dtype) if shape.has_sinks else None,
-    )
-    layer.cache.keys.fill_(torch.nan)
-    layer.cache.values.fill_(torch.nan)
+    layer = _poisoned_layer(case, num_blocks, generator)
     batch = _batch(case, rows, max_length)
     full = [
         tuple(
@@ -91,6 +77,23 @@ def attended(attention: Attention, case: Case, *, seed: int = 0) -> tuple[Tensor
     )
     attention.begin_step(batch)
     return attention.attend(layer, query, key, value), torch.cat(expected)
+
+
+def _poisoned_layer(case: Case, num_blocks: int, generator: torch.Generator) -> PagedLayer:
+    """Gives a layer whose cache holds NaN alone."""
+    shape = case.shape
+    cache = PagedCache(
+        [CacheShape(shape.num_kv_heads, shape.head_dim, shape.value_head_dim)],
+        num_blocks=num_blocks,
+        block_size=case.block_size,
+        dtype=case.dtype,
+        device=CPU,
+    )
+    cache.allocate()
+    cache.layers[0].keys.fill_(torch.nan)
+    cache.layers[0].values.fill_(torch.nan)
+    sinks = torch.randn(shape.num_heads, generator=generator).to(case.dtype) if shape.has_sinks else None
+    return PagedLayer(shape=shape, cache=cache.layers[0], sinks=sinks)
 
 
 def _batch(case: Case, rows: Rows, max_length: int) -> AttentionBatch:

@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from megallm.core_async.device.attention import LayerShape
-from megallm.core_async.device.attention_cpu import CpuAttention, CpuOps
+from megallm.core_async.device.attention_cpu import ColumnMajorOps, CpuAttention, CpuOps
+from megallm.core_async.device.attention_sdpa import SdpaAttention
 from megallm.core_async.device.cpu_kernels import CpuKernels, load_kernels
 from megallm.core_async.device.cpu_reference import TorchKernels
 from megallm.core_async.device.dense_layer import TorchOps
+from megallm.core_async.device.kv_cache import LayerCache
+from megallm.core_async.device.model import ModelHook
 from tests.device.batches import Case, attended
+from tests.device.conftest import built
 
 GROUPED = LayerShape(num_heads=6, num_kv_heads=2, head_dim=8, value_head_dim=8, scale=0.3)
 DECODE_AND_CHUNKS = [(30, 1), (2, 1), (0, 1), (9, 1), (0, 7), (5, 6), (3, 1), (8, 8)]
@@ -81,3 +85,20 @@ def test_arithmetic_is_torchs(kernels: CpuKernels) -> None:
     ):
         torch.testing.assert_close(got, wanted)
     assert residual.equal(kept)
+
+
+@pytest.mark.parametrize("name", ["grouped heads", "tied, interleaved rotary"])
+def test_weights_laid_out_by_columns_are_the_same_parameters_and_are_given_back(name: str) -> None:
+    """A trainer's update in place must land in them, and an embedding keep its rows together."""
+    model = built(name)
+    before = {key: (id(weight), weight.stride(), weight.clone()) for key, weight in model.named_parameters()}
+    hook = ModelHook(model)
+    caches = [LayerCache() for _ in hook.shape.attention_layers]
+    hook.bind(SdpaAttention(4), caches, ColumnMajorOps(), max_positions=32)
+    laid_out = {key for key, weight in model.named_parameters() if weight.stride() != before[key][1]}
+    assert all(id(weight) == before[key][0] for key, weight in model.named_parameters())
+    assert all(weight.equal(before[key][2]) for key, weight in model.named_parameters())
+    hook.unbind()
+    assert all(weight.stride() == before[key][1] for key, weight in model.named_parameters())
+    assert "embedding.word_embeddings.weight" not in laid_out
+    assert len(laid_out) == 4 * 3 + (name == "grouped heads")

@@ -4,9 +4,10 @@ import pytest
 from msgspec.structs import replace
 from torch import bfloat16, device
 
-from megallm.core_async.device.attention_cpu import CpuOps
+from megallm.core_async.device.attention_cpu import ColumnMajorOps, CpuOps
 from megallm.core_async.device.backends import backend_for, check_backend
 from megallm.core_async.device.cpu_kernels import load_kernels
+from megallm.core_async.device.cpu_reference import TorchKernels
 from megallm.core_async.device.dense_layer import TorchOps
 from megallm.core_async.device.model import ModelHook
 from megallm.core_async.errors import UnsupportedModelError
@@ -20,6 +21,14 @@ def test_auto_takes_the_compiled_kernels_where_they_run_every_layer() -> None:
     assert plain.attention.name == ("cpu" if has_compiler else "sdpa")
     assert isinstance(plain.ops, CpuOps if has_compiler else TorchOps)
     assert backend_for("auto", ModelHook(built("learned sinks")).shape, block_size=4).attention.name == "sdpa"
+
+
+def test_without_a_compiler_torch_runs_on_weights_laid_out_for_it() -> None:
+    """Torch multiplies few rows by a column-major weight up to twice as fast."""
+    shape = ModelHook(built("grouped heads")).shape
+    backend = backend_for("auto", shape, block_size=4, kernels=TorchKernels())
+    assert backend.attention.name == "sdpa"
+    assert isinstance(backend.ops, ColumnMajorOps)
 
 
 def test_auto_takes_torch_for_other_dtypes() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from megallm.core_async.device.attention_sdpa import SdpaAttention
-from megallm.core_async.device.dense_layer import Attend, TorchOps, dense_layer
+from megallm.core_async.device.dense_layer import Attend, TorchOps, dense_layer, has_dense_options
 from megallm.core_async.device.kv_cache import LayerCache
 from megallm.core_async.device.model import ModelHook
 from tests.device.conftest import built
@@ -110,3 +110,23 @@ def test_gate_is_silu_of_the_first_half() -> None:
     silu = [value / (1 + torch.tensor(-value).exp()) for value in (0.0, 1.0, -2.0)]
     expected = torch.stack([silu[0] * 3, silu[1] * 4, silu[2] * 5])[None]
     torch.testing.assert_close(TorchOps().silu_gate(rows), expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("fp32_residual_connection", True),
+        ("attention_output_gate", True),
+        ("activation_func_clamp_value", 7.0),
+        ("glu_linear_offset", 1.0),
+        ("gated_linear_unit", False),
+    ],
+)
+def test_option_that_the_function_leaves_out_keeps_the_layer_megatrons(
+    monkeypatch: pytest.MonkeyPatch, option: str, value: object
+) -> None:
+    """Each changes the maths between the same modules."""
+    layer = layer_of("grouped heads")
+    assert has_dense_options(layer)
+    monkeypatch.setattr(layer.config, option, value)
+    assert not has_dense_options(layer)

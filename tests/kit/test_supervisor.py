@@ -1,114 +1,13 @@
 """The supervisor: starts in order, stops in reverse, one failure ends all, and one error comes out."""
 
-import asyncio
-from typing import ClassVar
-
 import anyio
 import pytest
-from anyio.abc import TaskStatus
 
 from megallm.core_async.errors import ActorGone
-from megallm.core_async.kit.actor import Actor, Address
 from megallm.core_async.kit.supervisor import Supervisor
-from megallm.core_async.messages import Ask
-from tests.checkpoints import AtAwait
+from tests.kit.children import STARTED, STOPPED, Child, Count, Counter, Pump, start_all, three
 
 pytestmark = pytest.mark.anyio
-
-
-class Child:
-    """A task that writes its life down, and takes some turns of the loop for each part of it."""
-
-    def __init__(self, name: str, log: list[str], *, num_turns: int = 2) -> None:
-        self.name = name
-        self.log = log
-        self.num_turns = num_turns
-        self.start_error: Exception | None = None
-        self.stop_error: Exception | None = None
-        self.error: Exception | None = None
-        """What `fail` made it break of."""
-        self._has_to_fail = anyio.Event()
-
-    def fail(self, error: Exception) -> None:
-        """Makes it break."""
-        self.error = error
-        self._has_to_fail.set()
-
-    async def run(self, *, task_status: TaskStatus[None]) -> None:
-        """Lives until cancelled."""
-        try:
-            await turns(self.num_turns)
-            if self.start_error is not None:
-                raise self.start_error
-            self.log.append(f"{self.name} ready")
-            task_status.started()
-            await self._has_to_fail.wait()
-            assert self.error is not None
-            raise self.error
-        finally:
-            with anyio.CancelScope(shield=True):
-                await turns(self.num_turns)
-            self.log.append(f"{self.name} ended")
-            if self.stop_error is not None:
-                raise self.stop_error
-
-
-class Count(Ask[int], frozen=True):
-    """Answer with how often this was asked."""
-
-
-class Counter(Actor[Count]):
-    """Counts."""
-
-    name: ClassVar[str] = "counter"
-    capacity: ClassVar[int] = 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num = 0
-        self.max = 1_000_000
-
-    async def handle(self, message: Count) -> object:
-        """See the message."""
-        self.num += 1
-        if self.num > self.max:
-            raise ValueError("broken")
-        return self.num
-
-
-class Pump:
-    """Asks another without end, as the engine's pump does."""
-
-    def __init__(self, counter: Address[Count]) -> None:
-        self.counter = counter
-
-    async def run(self, *, task_status: TaskStatus[None]) -> None:
-        """Asks until cancelled."""
-        task_status.started()
-        while True:
-            await self.counter.ask(Count())
-
-
-async def turns(num_turns: int) -> None:
-    """Lets the loop go round so many times."""
-    for _ in range(num_turns):
-        await anyio.lowlevel.checkpoint()
-
-
-def three() -> tuple[list[str], list[Child]]:
-    """Gives a log and three children that write to it."""
-    log: list[str] = []
-    return log, [Child(name, log) for name in ("a", "b", "c")]
-
-
-async def start_all(supervisor: Supervisor, children: list[Child]) -> None:
-    """Starts children in order."""
-    for child in children:
-        await supervisor.start(child.name, child.run)
-
-
-STARTED = ["a ready", "b ready", "c ready"]
-STOPPED = ["c ended", "b ended", "a ended"]
 
 
 async def test_children_start_in_order_and_each_is_ready_before_the_next() -> None:
@@ -155,38 +54,6 @@ async def test_leaving_the_block_stops_in_order_too() -> None:
         await start_all(supervisor, children)
         log.clear()
     assert log == STOPPED
-
-
-async def test_a_cancel_from_outside_stops_in_order_too() -> None:
-    """A timeout round the whole engine is its usual end in somebody's test."""
-    log, children = three()
-    supervisor = Supervisor()
-    with anyio.CancelScope() as scope:
-        async with supervisor:
-            await start_all(supervisor, children)
-            log.clear()
-            scope.cancel()
-            await anyio.sleep_forever()
-    assert scope.cancelled_caught
-    assert supervisor.failure is None
-    assert log == STOPPED
-
-
-@pytest.mark.parametrize("num_turns", range(10))
-async def test_a_cancel_from_outside_is_never_taken_for_a_failure(num_turns: int) -> None:
-    """If all were cancelled at once, one that is about to ask would find the other gone, and fail of it."""
-    counter = Counter()
-    failures: list[Exception] = []
-    supervisor = Supervisor(failures.append)
-    with anyio.CancelScope() as scope:
-        async with supervisor:
-            await supervisor.start("counter", counter.run)
-            await supervisor.start("pump", Pump(counter.address).run)
-            await turns(num_turns)
-            scope.cancel()
-            await anyio.sleep_forever()
-    assert scope.cancelled_caught
-    assert failures == []
 
 
 async def test_a_failure_ends_all_in_order_and_comes_out_as_it_is() -> None:
@@ -268,27 +135,6 @@ async def test_a_failing_start_stops_those_before_it_and_comes_out_as_it_is() ->
     assert failures == [caught.value]
 
 
-@pytest.mark.parametrize("nth", range(1, 12))
-async def test_a_cancel_while_starting_leaves_nobody(nth: int) -> None:
-    """Also a child that is not ready yet is stopped, and before those that were started before it."""
-    log, children = three()
-    num_started = 0
-    supervisor = Supervisor()
-    with anyio.CancelScope() as scope:
-        async with supervisor:
-            for child in children:
-                await AtAwait(nth, supervisor.start(child.name, child.run), scope.cancel)
-                num_started += 1
-            scope.cancel()
-            await anyio.sleep_forever()
-    assert scope.cancelled_caught
-    assert supervisor.failure is None
-    ended = [line for line in log if line.endswith("ended")]
-    begun = len(ended)
-    assert ended == STOPPED[3 - begun :]
-    assert begun >= num_started
-
-
 async def test_the_blocks_own_error_comes_out_as_it_is() -> None:
     """No group round what the block raised."""
     log, children = three()
@@ -322,47 +168,6 @@ async def test_an_interrupt_comes_out_as_it_is() -> None:
     with pytest.raises(KeyboardInterrupt):
         await block()
     assert log == STOPPED
-
-
-async def test_a_failure_during_a_cancel_comes_out_as_it_is() -> None:
-    """A cancel does not hide what broke while it was carried out."""
-    _, children = three()
-    children[0].stop_error = ValueError("on stop")
-    supervisor = Supervisor()
-
-    async def block() -> None:
-        with anyio.CancelScope() as scope:
-            async with supervisor:
-                await start_all(supervisor, children)
-                scope.cancel()
-                await anyio.sleep_forever()
-
-    with pytest.raises(ValueError, match="on stop"):
-        await block()
-
-
-async def run_under(supervisor: Supervisor, children: list[Child]) -> None:
-    """Keeps children running."""
-    async with supervisor:
-        await start_all(supervisor, children)
-        await anyio.sleep_forever()
-
-
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize("num_turns", range(6))
-async def test_cancels_of_asyncios_own_leave_nobody(num_turns: int) -> None:
-    """`asyncio.timeout` and a second Ctrl-C know no scopes and no shields; children must not outlive them."""
-    log, children = three()
-    task = asyncio.create_task(run_under(Supervisor(), children))
-    while log != STARTED:
-        await turns(1)
-    await anyio.wait_all_tasks_blocked()
-    task.cancel()
-    await turns(num_turns)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert sorted(log[3:]) == sorted(STOPPED)
 
 
 async def test_an_actor_gone_outside_is_no_matter_of_the_supervisor() -> None:

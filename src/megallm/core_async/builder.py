@@ -76,8 +76,9 @@ def build(  # the constructor's arguments, which are the public API
 def _check_model(model: object, *, use_coordinator: bool) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a megatron-core model, a torch.nn.Module")
-    if model.training:
-        raise ValueError("model is in training mode; call model.eval() first")
+    training = next((type(module).__name__ for module in model.modules() if module.training), None)
+    if training is not None:
+        raise ValueError(f"model is in training mode (its {training}); call model.eval() first")
     expert_ranks = getattr(getattr(model, "config", None), "expert_model_parallel_size", 1)
     if not use_coordinator and expert_ranks > 1:
         raise ValueError(

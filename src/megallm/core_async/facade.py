@@ -1,5 +1,6 @@
 """What MegatronLLM and MegatronAsyncLLM have in common: construction, properties, the mode's rules."""
 
+from collections.abc import Coroutine
 from typing import Any
 
 import torch
@@ -96,8 +97,10 @@ class LLMBase:
                 f"generate() runs on the primary rank in coordinator mode; this is global rank {rank}"
             )
 
-    def _require_coordinator(self, call: str) -> None:
+    def _require_coordinator(self, call: str, *, unused: Coroutine[Any, Any, object] | None = None) -> None:
         if not self._use_coordinator:
+            if unused is not None:
+                unused.close()
             raise RuntimeError(f"{call}() requires use_coordinator=True; this engine is in direct mode")
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Self
 
@@ -81,8 +81,10 @@ class MegatronAsyncLLM(LLMBase):
             self._calls = CallQueue()
             await tasks.start(self._calls.serve)
             await tasks.start(self._parts.engine.run)
-        except BaseException as error:
-            await tasks.__aexit__(type(error), error, error.__traceback__)
+        except BaseException:
+            self._calls = None
+            tasks.cancel_scope.cancel()
+            await tasks.__aexit__(None, None, None)  # given the error, it would raise it in a group
             raise
         self._tasks = tasks
         return self
@@ -227,10 +229,15 @@ class MegatronAsyncLLM(LLMBase):
 
         Raises: RuntimeError in direct mode; EngineStoppedError, EngineDeadError.
         """
-        self._require_coordinator("submit")
-        if self._calls is not None:
+        self._require_coordinator("submit", unused=coroutine)
+        if self._calls is None:
+            return self._started_host().submit_coroutine(coroutine)
+        try:
             return self._calls.submit(_awaited, coroutine)
-        return self._started_host().submit_coroutine(coroutine)
+        except RuntimeError as refusal:
+            coroutine.close()
+            error = self._parts.engine.error()
+            raise error from error.__cause__ or refusal
 
     def run_sync[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the engine's loop and waits for it, from another thread.
@@ -238,7 +245,7 @@ class MegatronAsyncLLM(LLMBase):
         Raises: what it raised; RuntimeError in direct mode, and in the engine's loop itself;
         EngineStoppedError, EngineDeadError.
         """
-        self._require_coordinator("run_sync")
+        self._require_coordinator("run_sync", unused=coroutine)
         if self._calls is None:
             return self._started_host().run_coroutine(coroutine)
         if self._calls.is_current:
@@ -246,7 +253,11 @@ class MegatronAsyncLLM(LLMBase):
             raise RuntimeError(
                 "run_sync() was called in the engine's own loop, which would wait for itself; await it"
             )
-        return self._calls.submit(_awaited, coroutine).result()
+        try:
+            return self.submit(coroutine).result()
+        except CancelledError as cancelled:
+            error = self._parts.engine.error()
+            raise error from error.__cause__ or cancelled
 
     async def _prepare(self, prompts: Prompts, sampling_params: Params, multi_modal_data: object) -> Call:
         """Checks and tokenises, off the loop when that takes long."""

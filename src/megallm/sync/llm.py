@@ -192,7 +192,7 @@ class MegatronLLM(LLMBase):
 
         Raises: RuntimeError in direct mode; EngineStoppedError, EngineDeadError.
         """
-        self._require_coordinator("submit")
+        self._require_coordinator("submit", unused=coroutine)
         return self._host.submit_coroutine(coroutine)
 
     def run_sync[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -201,5 +201,5 @@ class MegatronLLM(LLMBase):
         Raises: what it raised; RuntimeError in direct mode, and in the engine's loop itself;
         EngineStoppedError, EngineDeadError.
         """
-        self._require_coordinator("run_sync")
+        self._require_coordinator("run_sync", unused=coroutine)
         return self._host.run_coroutine(coroutine)

@@ -3,10 +3,15 @@
 Knows how a step's batch is laid out for the kernels; what they compute is said in cpu_kernels.py.
 """
 
-from torch import Tensor
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor, nn
 
 from megallm.core_async.device.attention import AttentionBatch, LayerShape, PagedLayer
 from megallm.core_async.device.cpu_kernels import CpuKernels
+from megallm.core_async.device.cpu_linear import make_fast, restore
+from megallm.core_async.device.dense_layer import TorchOps
 from megallm.core_async.device.rope import rotated
 
 
@@ -59,6 +64,11 @@ class CpuOps:
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
 
+    def prepare(self, weight: nn.Parameter) -> Callable[[], object] | None:
+        """Leaves the weight as it is: the kernel takes it so."""
+        del weight
+        return None
+
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Gives `rows @ weight.T + bias`."""
         return self._kernels.linear(rows, weight, bias)
@@ -76,3 +86,11 @@ class CpuOps:
     def silu_gate(self, rows: Tensor) -> Tensor:
         """Gives SiLU of the first half of each row, times the second half."""
         return self._kernels.silu_mul(rows)
+
+
+class ColumnMajorOps(TorchOps):
+    """torch's arithmetic on weights laid out by columns, for a CPU without compiled kernels."""
+
+    def prepare(self, weight: nn.Parameter) -> Callable[[], object] | None:
+        """Lays the weight out by columns, in place."""
+        return partial(restore, weight) if make_fast(weight) else None

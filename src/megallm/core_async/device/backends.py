@@ -4,9 +4,9 @@ import torch
 from msgspec import Struct
 
 from megallm.core_async.device.attention import Attention, refusals
-from megallm.core_async.device.attention_cpu import CpuAttention, CpuOps
+from megallm.core_async.device.attention_cpu import ColumnMajorOps, CpuAttention, CpuOps
 from megallm.core_async.device.attention_sdpa import SdpaAttention
-from megallm.core_async.device.cpu_kernels import load_kernels
+from megallm.core_async.device.cpu_kernels import CpuKernels, load_kernels
 from megallm.core_async.device.dense_layer import LayerOps, TorchOps
 from megallm.core_async.device.model import ModelShape
 from megallm.core_async.errors import UnsupportedModelError
@@ -28,10 +28,12 @@ def check_backend(name: str, device: torch.device) -> None:
         )
 
 
-def backend_for(name: str, model: ModelShape, *, block_size: int) -> Backend:
+def backend_for(
+    name: str, model: ModelShape, *, block_size: int, kernels: CpuKernels | None = None
+) -> Backend:
     """Gives the backend of that name, or for "auto" the fastest that runs every layer of the model.
 
-    On a CPU the kernels are compiled here, in seconds, the first time on a machine.
+    `kernels`: for a model on a CPU; else loaded here, and compiled, in seconds, the first time on a machine.
 
     Raises: UnsupportedModelError when a backend asked for by name can't run some layer.
     """
@@ -39,14 +41,17 @@ def backend_for(name: str, model: ModelShape, *, block_size: int) -> Backend:
     sdpa = SdpaAttention(block_size)
     if model.device.type != "cpu":
         return Backend(attention=sdpa, ops=TorchOps())
-    kernels = load_kernels()
+    kernels = load_kernels() if kernels is None else kernels
     cpu = CpuAttention(kernels)
     reasons = refusals(cpu, model.attention_layers)
     if name == "cpu" and reasons:
         raise UnsupportedModelError(f"attention_backend 'cpu' can't run this model: {'; '.join(reasons)}")
-    is_fast = kernels.is_compiled and model.dtype is torch.float32
-    takes_cpu = name == "cpu" or (name == "auto" and is_fast and not reasons)
-    return Backend(attention=cpu if takes_cpu else sdpa, ops=CpuOps(kernels) if is_fast else TorchOps())
+    if model.dtype is not torch.float32:
+        ops = TorchOps()
+    else:
+        ops = CpuOps(kernels) if kernels.is_compiled else ColumnMajorOps()
+    takes_cpu = name == "cpu" or (name == "auto" and isinstance(ops, CpuOps) and not reasons)
+    return Backend(attention=cpu if takes_cpu else sdpa, ops=ops)
 
 
 def _names(device: torch.device) -> list[str]:

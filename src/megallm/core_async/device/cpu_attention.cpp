@@ -69,12 +69,10 @@ inline void add_weighted(Rows weights, const float* factors, const RowsOfLanes& 
     UNROLL for (int v = 0; v < V; v++) {
       const bool is_whole = V > 1 || last_lanes == kLanes;
       lanes[v] = is_whole ? load(row + v * kLanes) : load_part(row + v * kLanes, last_lanes);
-      keep_in_register(lanes[v]);
     }
     UNROLL for (int m = 0; m < M; m++) {
-      Vector weight = spread(weights[m][i]);
-      keep_in_register(weight);
-      UNROLL for (int v = 0; v < V; v++) parts[m * V + v] += weight * lanes[v];
+      const Vector weight = spread(weights[m][i]);
+      UNROLL for (int v = 0; v < V; v++) parts[m * V + v] = multiply_add(weight, lanes[v], parts[m * V + v]);
     }
   }
   UNROLL for (int m = 0; m < M; m++) {

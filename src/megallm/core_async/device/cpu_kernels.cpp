@@ -52,7 +52,7 @@ void norm_row(float* x, const float* added, const float* weight, float* y, int64
   for (; d + kLanes <= width; d += kLanes) {
     Vector part = load(x + d);
     if (added != nullptr) store(x + d, part += load(added + d));
-    squares += part * part;
+    squares = multiply_add(part, part, squares);
   }
   float total = lane_sum(squares);
   for (int64_t rest = d; rest < width; rest++) {

@@ -56,8 +56,8 @@ inline void store_sums(const Vector* sums, Output y) {
 
 // One tile of outputs; `w[n]` is the n-th row of the other operand. On its way along k it also fetches
 // `Fetch` rows from `next` on, and as many N rows further on, so that each is asked for twice: one request
-// alone is often dropped. `Reuse` says that another tile of the same columns follows.
-template <int M, int N, int Fetch, bool Reuse, typename RowsOfW>
+// alone is often dropped.
+template <int M, int N, int Fetch, typename RowsOfW>
 inline void product_tile(Rows x, const RowsOfW& w, int64_t k_size, Rows next, Output y) {
   Vector sums[M * N];
   UNROLL for (int i = 0; i < M * N; i++) sums[i] = Vector{};
@@ -65,14 +65,10 @@ inline void product_tile(Rows x, const RowsOfW& w, int64_t k_size, Rows next, Ou
   UNROLL for (int n = 0; n < N; n++) w_rows[n] = w[n];
   const auto add = [&](const auto& load_at) {
     Vector w_part[N];
-    UNROLL for (int n = 0; n < N; n++) {
-      w_part[n] = load_at(w_rows[n]);
-      if (Reuse) keep_in_register(w_part[n]);  // else memory is the limit, and the core runs ahead better so
-    }
+    UNROLL for (int n = 0; n < N; n++) w_part[n] = load_at(w_rows[n]);
     UNROLL for (int m = 0; m < M; m++) {
-      Vector x_part = load_at(x[m]);
-      keep_in_register(x_part);
-      UNROLL for (int n = 0; n < N; n++) sums[m * N + n] += x_part * w_part[n];
+      const Vector x_part = load_at(x[m]);
+      UNROLL for (int n = 0; n < N; n++) sums[m * N + n] = multiply_add(x_part, w_part[n], sums[m * N + n]);
     }
   };
   int64_t k = 0;
@@ -89,20 +85,20 @@ inline void product_tile(Rows x, const RowsOfW& w, int64_t k_size, Rows next, Ou
 
 // `N` columns of outputs for any number of rows. The tiles share in fetching the N rows from `next` on, Fetch
 // each: fetched all by the first tile, they would keep it waiting.
-template <int N, int Fetch, bool Reuse, typename RowsOfW>
+template <int N, int Fetch, typename RowsOfW>
 inline void product_columns(Rows x, int64_t m_size, const RowsOfW& w, int64_t k_size, Rows next, Output y) {
   int64_t m = 0;
   for (int fetched = 0; m + kTileRows <= m_size && fetched < N && Fetch > 0; m += kTileRows, fetched += Fetch) {
-    product_tile<kTileRows, N, Fetch, Reuse>(x.from(m), w, k_size, next.from(fetched), y.from(m));
+    product_tile<kTileRows, N, Fetch>(x.from(m), w, k_size, next.from(fetched), y.from(m));
   }
   for (; m + kTileRows <= m_size; m += kTileRows) {
-    product_tile<kTileRows, N, 0, Reuse>(x.from(m), w, k_size, next, y.from(m));
+    product_tile<kTileRows, N, 0>(x.from(m), w, k_size, next, y.from(m));
   }
   constexpr int fetch = Fetch == N ? N : 0;
   switch (m_size - m) {
-    case 1: return product_tile<1, N, fetch, Reuse>(x.from(m), w, k_size, next, y.from(m));
-    case 2: return product_tile<2, N, fetch, Reuse>(x.from(m), w, k_size, next, y.from(m));
-    case 3: return product_tile<3, N, fetch, Reuse>(x.from(m), w, k_size, next, y.from(m));
+    case 1: return product_tile<1, N, fetch>(x.from(m), w, k_size, next, y.from(m));
+    case 2: return product_tile<2, N, fetch>(x.from(m), w, k_size, next, y.from(m));
+    case 3: return product_tile<3, N, fetch>(x.from(m), w, k_size, next, y.from(m));
   }
 }
 
@@ -146,14 +142,12 @@ struct Linear {
     for (; n + N <= n_end; n += N) {
       const Rows w{weight + n * k_size + k, k_size}, next = w.from(N);
       const Output out{y + m * n_size + n, n_size, adds};
-      if (m_step <= kTileRows) {
-        product_columns<N, N, false>(rows, m_step, w, k_step, next, out);
-      } else if (m_step < 2 * kTileRows) {
-        product_columns<N, N, true>(rows, m_step, w, k_step, next, out);
+      if (m_step < 2 * kTileRows) {
+        product_columns<N, N>(rows, m_step, w, k_step, next, out);
       } else if (m_step < 4 * kTileRows) {
-        product_columns<N, (N + 1) / 2, true>(rows, m_step, w, k_step, next, out);
+        product_columns<N, (N + 1) / 2>(rows, m_step, w, k_step, next, out);
       } else {
-        product_columns<N, 1, true>(rows, m_step, w, k_step, next, out);
+        product_columns<N, 1>(rows, m_step, w, k_step, next, out);
       }
     }
     return n;

@@ -2,7 +2,8 @@
 //
 // Part of cpu_kernels.cpp. Plain GCC vector extensions: the same source is AVX-512, AVX2 and NEON.
 // Every sum over lanes here is the same tree, whatever the tile it is part of, so that a result never
-// depends on how work was cut. -ffp-contract=fast (GCC's default) makes `sum += a * b` one fused step.
+// depends on how work was cut. For the same reason the compiler may not fuse products and sums as it sees fit
+// (-ffp-contract=off): `multiply_add` says where they are one step.
 
 #pragma once
 
@@ -13,13 +14,8 @@
 
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
-#define PIN "+v"
 #elif defined(__AVX__)
 #define VECTOR_BYTES 32
-#define PIN "+x"
-#elif defined(__aarch64__)
-#define VECTOR_BYTES 16
-#define PIN "+w"
 #else
 #define VECTOR_BYTES 16
 #endif
@@ -51,14 +47,20 @@ inline void store_part(float* to, Vector value, int64_t count) {
   std::memcpy(to, lanes, static_cast<size_t>(count) * sizeof(float));
 }
 
-// Keeps a value in a register: left alone, GCC folds the load into every product that uses it,
-// and a core loads one register a cycle.
-inline void keep_in_register(Vector& value) {
-#ifdef PIN
-  __asm__("" : PIN(value));
+// a * b + sum, rounded once. Written out, since GCC takes two steps for it in some loops and not in others
+// on AMD (its avoid-fma-max-bits), and with both factors in registers: left alone it folds the load of a
+// factor into every product that uses it, and a core loads one register a cycle.
+inline Vector multiply_add(Vector a, Vector b, Vector sum) {
+#if defined(__AVX512F__)
+  __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#elif defined(__FMA__)
+  __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#elif defined(__aarch64__)
+  __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(sum) : "w"(a), "w"(b));
 #else
-  (void)value;
+  sum += a * b;
 #endif
+  return sum;
 }
 
 // ---- lanes of several vectors --------------------------------------------------------------------
@@ -147,15 +149,15 @@ inline float largest_lane(Vector vector) {
 inline Vector exponential(Vector x) {
   const Vector clipped = x > 88.0f ? spread(88.0f) : (x < -87.0f ? spread(-87.0f) : x);
   const float round_to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
-  const Vector shifted = clipped * 1.44269504088896341f + round_to_integer;
+  const Vector shifted = multiply_add(clipped, spread(1.44269504088896341f), spread(round_to_integer));
   const Vector n = shifted - round_to_integer;
-  const Vector r = (clipped - n * 0.693359375f) + n * 2.12194440e-4f;
-  Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  const Vector r = multiply_add(n, spread(2.12194440e-4f), multiply_add(n, spread(-0.693359375f), clipped));
+  Vector p = spread(1.9875691500e-4f);
+  for (const float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                                  5.0000001201e-1f}) {
+    p = multiply_add(p, r, spread(coefficient));
+  }
+  p = multiply_add(p, r * r, r) + 1.0f;
   const Lanes exponent = (reinterpret_cast<Lanes>(shifted) + 127) << 23;
   const Vector result = p * reinterpret_cast<Vector>(exponent);
   return x < -87.0f ? Vector{} : x > 88.0f ? spread(std::numeric_limits<float>::infinity()) : result;

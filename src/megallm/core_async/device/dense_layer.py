@@ -19,6 +19,10 @@ type Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class LayerOps(Protocol):
     """The arithmetic of a layer on one kind of device; rows are tokens, `[tokens, width]`."""
 
+    def prepare(self, weight: nn.Parameter) -> Callable[[], object] | None:
+        """Lays a linear layer's weight out in place as `linear` likes it; gives how to take that back."""
+        ...
+
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Gives `rows @ weight.T + bias`."""
         ...
@@ -40,6 +44,11 @@ class LayerOps(Protocol):
 
 class TorchOps:
     """The same by torch's own functions, on any device."""
+
+    def prepare(self, weight: nn.Parameter) -> Callable[[], object] | None:
+        """Leaves the weight as it is."""
+        del weight
+        return None
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Gives `rows @ weight.T + bias`."""
@@ -99,6 +108,19 @@ def dense_layer(
         return _linear(ops, mlp.linear_fc2, gated).add_(hidden)[:, None], None
 
     return forward
+
+
+def has_dense_options(layer: MegatronModule) -> bool:
+    """Says whether a layer of the right modules has none of the options that `dense_layer` leaves out."""
+    config = layer.config
+    leaves_out = (
+        config.fp32_residual_connection
+        or config.attention_output_gate
+        or config.use_te_activation_func
+        or config.activation_func_clamp_value is not None
+        or config.glu_linear_offset != 0
+    )
+    return config.gated_linear_unit and layer.mlp.activation_func is functional.silu and not leaves_out
 
 
 def _norm_or_none(norm: MegatronModule) -> nn.RMSNorm | None:

@@ -26,10 +26,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import get_pg_size
 from msgspec import Struct
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megallm.core_async.device.attention import Attention, LayerShape, PagedLayer
-from megallm.core_async.device.dense_layer import LayerOps, dense_layer
+from megallm.core_async.device.dense_layer import LayerOps, dense_layer, has_dense_options
 from megallm.core_async.device.forwards import plain_linear, router_gate
 from megallm.core_async.device.kv_cache import LayerCache
 from megallm.core_async.device.layer_shapes import (
@@ -236,8 +235,16 @@ class ModelHook:
         for module in self._model.modules():
             if _is_plain_linear(module):
                 self._swap(module, "forward", plain_linear(module, ops.linear))
+                self._prepare(module, ops)
             elif isinstance(module, Router) and self.shape.device.type == "cpu":
                 self._swap(module, "gating", router_gate(module))
+
+    def _prepare(self, linear: MegatronModule, ops: LayerOps) -> None:
+        """Lays a layer's own weight out for `ops`; never an embedding's, whose rows are looked up."""
+        if linear.weight is not None and linear.weight is not self._model.embedding.word_embeddings.weight:
+            take_back = ops.prepare(linear.weight)
+            if take_back is not None:
+                self._swaps.on_undo(take_back)
 
     def _only_rows_with_logits(
         self, _module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any]
@@ -306,30 +313,20 @@ def _has_rope_to_turn(model: MegatronModule) -> bool:
 
 def _is_dense(layer: MegatronModule) -> bool:
     """Says whether a layer is what `dense_layer` computes, and nothing more."""
-    config, attention, mlp = layer.config, layer.self_attention, layer.mlp
-    kinds = (
-        type(layer),
-        type(attention),
-        type(mlp),
-        type(layer.input_layernorm),
-        type(layer.pre_mlp_layernorm),
-    )
-    if kinds != (TransformerLayer, SelfAttention, MLP, nn.RMSNorm, nn.RMSNorm):
+    attention, mlp = layer.self_attention, layer.mlp
+    norms = {type(layer.input_layernorm), type(layer.pre_mlp_layernorm)}
+    if (type(layer), type(attention), type(mlp), norms) != (
+        TransformerLayer,
+        SelfAttention,
+        MLP,
+        {nn.RMSNorm},
+    ):
         return False
-    norms = {type(attention.q_layernorm), type(attention.k_layernorm)}
-    is_silu_gate = config.gated_linear_unit and mlp.activation_func is functional.silu
-    is_unusual = (
-        config.fp32_residual_connection
-        or config.attention_output_gate
-        or config.use_te_activation_func
-        or config.activation_func_clamp_value is not None
-        or config.glu_linear_offset != 0
-    )
+    head_norms = {type(attention.q_layernorm), type(attention.k_layernorm)}
     linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
     return (
-        norms <= {nn.RMSNorm, IdentityOp, type(None)}
-        and is_silu_gate
-        and not is_unusual
+        head_norms <= {nn.RMSNorm, IdentityOp, type(None)}
+        and has_dense_options(layer)
         and all(map(_is_plain_linear, linears))
     )
 

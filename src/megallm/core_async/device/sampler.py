@@ -41,7 +41,7 @@ def sample(logits: Tensor, sampling: SamplingColumns, positions: IntColumn) -> S
     """
     is_greedy = (sampling.temperature == 0) | (sampling.top_k == 1)
     if is_greedy.all():
-        tokens = logits.argmax(-1)
+        tokens = _argmax(logits)
         best = logits.gather(1, tokens[:, None])[:, 0]
     else:
         best = logits.amax(-1)
@@ -85,6 +85,14 @@ def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
+def _argmax(logits: Tensor) -> Tensor:
+    """Gives each row's best token; of equals the first, and NaN is better than anything."""
+    if logits.device.type == "cpu" and logits.dtype is torch.float32:
+        # the same answer as torch's in a tenth of the time
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
 def _drawn(
     logits: Tensor,
     best: Tensor,
@@ -107,7 +115,7 @@ def _drawn(
     )
     tokens = torch.empty(len(logits), dtype=torch.int64, device=device)
     tokens.index_copy_(0, rows, drawn)
-    return tokens.index_copy_(0, greedy_rows, logits.index_select(0, greedy_rows).argmax(-1))
+    return tokens.index_copy_(0, greedy_rows, _argmax(logits.index_select(0, greedy_rows)))
 
 
 def _draw(logits: Tensor, best: Tensor, sampling: SamplingColumns, numbers: NDArray[np.float64]) -> Tensor:

@@ -41,73 +41,102 @@ class StepInputs(Struct, frozen=True, eq=False):
     """`[scored tokens]`, int64: those successors."""
 
 
+class _HostColumns(Struct, frozen=True, eq=False):
+    """One step's rows and tokens in the plan's own terms, on the host."""
+
+    rows: IntColumn
+    starts: IntColumn
+    ends: IntColumn
+    lengths: IntColumn
+    query_starts: IntColumn
+    positions: IntColumn
+    slots: IntColumn
+    block_tables: IntColumn
+    samples: IntColumn
+    """Which of the rows sample."""
+
+
 def inputs_of(
     plan: StepPlan, rows: Rows, *, block_size: int, device: torch.device, rope: RopeTable | None
 ) -> StepInputs:
     """Builds the step's tensors; the plan's differences were applied to `rows` before."""
+    host = _host_columns(plan, rows, block_size)
+    samples = host.samples
+    sampled_rows = host.rows[samples]
+    scored, targets = _scored(plan, host.lengths)
+    columns = {
+        "tokens": column_of(plan.tokens),
+        "rows": host.rows,
+        "positions": host.positions,
+        "slots": host.slots,
+        "query_starts": host.query_starts,
+        "ends": host.ends,
+        "block_tables": host.block_tables,
+        "logit_tokens": host.query_starts[1:][samples] - 1,
+        "sampled_rows": sampled_rows,
+        "scored": scored,
+        "targets": targets,
+    }
+    tensors = dict(zip(columns, _on_device(list(columns.values()), device), strict=True))
+    batch = _batch(plan, host, tensors, rope)
+    return StepInputs(
+        token_ids=_token_ids(rows.last_tokens, tensors["rows"][: plan.num_decode], tensors["tokens"]),
+        batch=batch,
+        logit_tokens=None if len(samples) == batch.num_tokens else tensors["logit_tokens"],
+        num_samples=len(samples),
+        sampled_rows=tensors["sampled_rows"].long(),
+        host_sampled_rows=sampled_rows,
+        sampling=rows.sampling_of(sampled_rows),
+        sampled_positions=host.ends[samples],
+        num_top=rows.num_top_of(host.rows),
+        scored_tokens=tensors["scored"] if len(scored) else None,
+        targets=tensors["targets"].long() if len(scored) else None,
+    )
+
+
+def _host_columns(plan: StepPlan, rows: Rows, block_size: int) -> _HostColumns:
     plan_rows, starts, lengths = column_of(plan.rows), column_of(plan.starts), column_of(plan.lengths)
     query_starts = np.zeros(len(plan_rows) + 1, dtype=np.int32)
     np.cumsum(lengths, out=query_starts[1:])
-    num_tokens = int(query_starts[-1])
     ends = starts + lengths
-    if num_tokens == len(plan_rows):
+    if query_starts[-1] == len(plan_rows):
         positions, row_of_token = starts, plan_rows
     else:
         positions = np.repeat(starts, lengths) + ramps(lengths)
         row_of_token = np.repeat(plan_rows, lengths)
-    slots = slots_for(rows.block_tables, row_of_token, positions, block_size)
-    max_kv_length = int(ends.max())
-    block_tables = rows.block_tables[plan_rows, : num_blocks_for(max_kv_length, block_size)]
-    samples = np.flatnonzero(np.frombuffer(plan.samples, dtype=np.uint8)).astype(np.int32)
-    sampled_rows = plan_rows[samples]
-    scored, targets = _scored(plan, lengths)
-    columns = (
-        column_of(plan.tokens),
-        plan_rows,
-        positions,
-        slots,
-        query_starts,
-        ends,
-        query_starts[1:][samples] - 1,
-        sampled_rows,
-        scored,
-        targets,
-        block_tables,
+    return _HostColumns(
+        rows=plan_rows,
+        starts=starts,
+        ends=ends,
+        lengths=lengths,
+        query_starts=query_starts,
+        positions=positions,
+        slots=slots_for(rows.block_tables, row_of_token, positions, block_size),
+        block_tables=rows.block_tables[plan_rows, : num_blocks_for(int(ends.max()), block_size)],
+        samples=np.flatnonzero(np.frombuffer(plan.samples, dtype=np.uint8)).astype(np.int32),
     )
-    tokens_t, rows_t, positions_t, slots_t, query_starts_t, ends_t, *chosen_t, tables_t = _on_device(
-        columns, device
-    )
-    logits_t, sampled_t, scored_t, targets_t = chosen_t
-    batch = AttentionBatch(
-        num_tokens=num_tokens,
+
+
+def _batch(
+    plan: StepPlan, host: _HostColumns, tensors: dict[str, Tensor], rope: RopeTable | None
+) -> AttentionBatch:
+    return AttentionBatch(
+        num_tokens=int(host.query_starts[-1]),
         num_decode=plan.num_decode,
-        max_query_length=int(lengths.max()),
-        max_kv_length=max_kv_length,
-        positions=positions_t,
-        slots=slots_t.long(),
-        query_starts=query_starts_t,
-        kv_lengths=ends_t,
-        block_tables=tables_t,
-        host_starts=starts,
-        host_query_starts=query_starts,
-        host_kv_lengths=ends,
-        host_block_tables=block_tables,
-        cosines=None if rope is None else rope.cosines.index_select(0, positions_t),
-        sines=None if rope is None else rope.sines.index_select(0, positions_t),
+        max_query_length=int(host.lengths.max()),
+        max_kv_length=int(host.ends.max()),
+        positions=tensors["positions"],
+        slots=tensors["slots"].long(),
+        query_starts=tensors["query_starts"],
+        kv_lengths=tensors["ends"],
+        block_tables=tensors["block_tables"],
+        host_starts=host.starts,
+        host_query_starts=host.query_starts,
+        host_kv_lengths=host.ends,
+        host_block_tables=host.block_tables,
+        cosines=None if rope is None else rope.cosines.index_select(0, tensors["positions"]),
+        sines=None if rope is None else rope.sines.index_select(0, tensors["positions"]),
         is_rope_interleaved=rope is not None and rope.is_interleaved,
-    )
-    return StepInputs(
-        token_ids=_token_ids(rows.last_tokens, rows_t[: plan.num_decode], tokens_t),
-        batch=batch,
-        logit_tokens=None if len(samples) == num_tokens else logits_t,
-        num_samples=len(samples),
-        sampled_rows=sampled_t.long(),
-        host_sampled_rows=sampled_rows,
-        sampling=rows.sampling_of(sampled_rows),
-        sampled_positions=ends[samples],
-        num_top=rows.num_top_of(plan_rows),
-        scored_tokens=scored_t if len(scored) else None,
-        targets=targets_t.long() if len(scored) else None,
     )
 
 

@@ -256,7 +256,7 @@ class BlockPool:
                 continue
             self._index.forget(block)
             self._free.append(block)
-            if kept in self._cached:  # used just now, by its copy
+            if kept is not None and kept in self._cached:  # used just now, by its copy
                 self._cached.move_to_end(kept)
 
     def _share(self, filled: FilledBlock) -> None:

@@ -37,8 +37,8 @@ def public_hash(key: bytes) -> int:
     return int.from_bytes(key[:8], "little") % (2**63 - 1) + 1
 
 
-class Prefix(Struct, frozen=True, eq=False):
-    """The tokens of a block and all before them. Of the garbage collector: chains of others end in recursion."""
+class Prefix(Struct, frozen=True, eq=False):  # gc=False: test_a_prefix_of_any_length_is_dropped crashes
+    """The tokens of a block and all before them."""
 
     key: bytes
     above: "Prefix | bytes"
@@ -102,7 +102,7 @@ class PrefixIndex:
         return True
 
     def settle(self, block: BlockId) -> BlockId | None:
-        """Gives the block that ends the prefix of this one, for good: a copy takes the place of a forgotten one."""
+        """Gives the block that is found in the place of this one: itself, unless it is a copy of one."""
         prefix = self._prefixes.get(block)
         return None if prefix is None else self._blocks.setdefault(prefix.key, block)
 
@@ -131,7 +131,7 @@ class PrefixIndex:
 
 
 def _is_same(one: Prefix | bytes, other: Prefix | bytes) -> bool:
-    """Whether two prefixes are of the same tokens; in all but rare cases they are one object."""
+    """Whether two prefixes are of the same tokens. They are one object, or soon have one above them."""
     while one is not other:
         if isinstance(one, bytes) or isinstance(other, bytes):
             return one == other

@@ -31,6 +31,7 @@ class Request:
         "finish_reason",
         "has_started",
         "is_decoding",
+        "is_waiting",
         "keys",
         "kv_cache_epoch",
         "max_tokens",
@@ -51,15 +52,14 @@ class Request:
         "row",
         "shares_prefix",
         "stop_ids",
-        "ticket",
         "tokens",
     )
 
     def __init__(self, new: NewRequest, epoch: int | None = None, *, shares_prefix: bool = False) -> None:
         self.new = new
         self.priority = new.priority
-        self.ticket = 0
-        """Of the waiting line; 0 while it does not wait."""
+        self.is_waiting = False
+        """Whether it stands in the waiting line."""
         self.num_passed = 0
         """How many were admitted that stood behind it."""
         self.request_id: RequestId = new.request_id

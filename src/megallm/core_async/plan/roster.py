@@ -275,7 +275,7 @@ class Roster:
         if request.row != NO_ROW:
             self._released.append(request.row)
             self._take_row_from(request)
-        elif request.ticket:
+        elif request.is_waiting:
             self._waiting.leave(request)
         elif self._held is not None:
             self._held = [held for held in self._held if held is not request]

@@ -1,0 +1,25 @@
+"""Where the time of a step goes: each part adds up on its own."""
+
+from megallm.core_async.messages import StepResult, pack_ints
+from megallm.core_async.step_times import StepTimes
+
+
+def test_new_times_are_zero() -> None:
+    """A benchmark takes differences from here."""
+    times = StepTimes()
+    assert (times.num_steps, times.plan_s, times.post_s) == (0, 0.0, 0.0)
+    assert (times.prepare_s, times.forward_s, times.sample_s) == (0.0, 0.0, 0.0)
+
+
+def test_each_part_is_summed_on_its_own() -> None:
+    """A step's plan, forward pass and text overlap those of others, so they are never one number."""
+    times = StepTimes()
+    for number in (1, 2):
+        times.add_plan(0.5)
+        times.add_result(
+            StepResult(number, pack_ints([]), prepare_s=1.0, forward_s=2.0 * number, sample_s=4.0)
+        )
+    times.add_post(0.25)
+    assert times.num_steps == 2
+    assert (times.plan_s, times.post_s) == (1.0, 0.25)
+    assert (times.prepare_s, times.forward_s, times.sample_s) == (2.0, 6.0, 8.0)
