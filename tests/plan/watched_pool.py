@@ -34,18 +34,22 @@ class WatchedPool(BlockPool):
         has_weak_keys: bool = False,
     ) -> None:
         super().__init__(num_blocks, block_size, keeps_cached=keeps_cached, max_held=max_held)
+        self._is_reserving = False
         self.watch = Watch(num_blocks, block_size, keeps_cached=keeps_cached, has_weak_keys=has_weak_keys)
 
     def reserve(self, wish: ReserveBlocks) -> BlockGrant:
         self.watch.fill(wish.filled)
+        self._is_reserving = True
         grant = super().reserve(wish)
+        self._is_reserving = False
         self.watch.follow(wish, grant)
         self.check()
         return grant
 
     def release(self, row: Row) -> None:
         super().release(row)
-        self.watch.release(row)
+        if not self._is_reserving:
+            self.watch.release(row)
 
     def forget_prefixes(self) -> None:
         super().forget_prefixes()
@@ -164,25 +168,38 @@ class Watch:
     # ---- what is granted -----------------------------------------------------------------------
 
     def follow(self, wish: ReserveBlocks, grant: BlockGrant) -> None:
-        """Follows a grant, whose preempted rows were released already."""
+        """Follows a grant."""
+        for row in wish.released:
+            self.release(row)
         num_preempted = len(grant.preempted)
         assert grant.preempted == wish.victims[::-1][:num_preempted]
         assert num_preempted < max(1, len(wish.victims)), "the first of all yielded"
         assert set(grant.held) <= set(wish.rows) - set(grant.preempted)
         assert not grant.admitted or not (grant.preempted or grant.held)
         changes = changes_of(grant)
-        for row, num_tokens in zip(wish.rows, wish.num_tokens, strict=True):
-            num_wanted = -(-num_tokens // self._block_size)
-            if row in grant.preempted or row in grant.held:
-                assert all(row != changed for changed, _, _ in changes)
-            elif num_wanted > len(self.tables[row]):
-                changed, start, blocks = changes.pop(0)
-                assert (changed, start + len(blocks)) == (row, num_wanted)
-                self._take(row, start, blocks, in_order=not grant.preempted)
+        self._follow_growth(wish, grant, changes)
         if not (grant.preempted or grant.held):
             self._follow_admissions(wish, grant, changes)
         assert not changes, f"nobody asked for {changes}"
         assert grant.num_free + grant.num_cached_blocks == self.num_available
+
+    def _follow_growth(
+        self, wish: ReserveBlocks, grant: BlockGrant, changes: list[tuple[Row, int, list[BlockId]]]
+    ) -> None:
+        """Follows the running rows: nobody yields before a row is short, and then no more than must."""
+        yielding = list(grant.preempted)
+        for row, num_tokens in zip(wish.rows, wish.num_tokens, strict=True):
+            num_wanted = -(-num_tokens // self._block_size)
+            while row in self.tables and num_wanted - len(self.tables[row]) > self.num_available and yielding:
+                self.release(yielding.pop(0))
+            if row not in self.tables or row in grant.held:
+                assert not yielding, f"{yielding} yielded to nobody"
+                assert all(row != changed for changed, _, _ in changes)
+            elif num_wanted > len(self.tables[row]):
+                changed, start, blocks = changes.pop(0)
+                assert (changed, start + len(blocks)) == (row, num_wanted)
+                self._take(row, start, blocks)
+        assert not yielding, f"{yielding} yielded to nobody"
 
     def _follow_admissions(
         self, wish: ReserveBlocks, grant: BlockGrant, changes: list[tuple[Row, int, list[BlockId]]]
@@ -238,14 +255,14 @@ class Watch:
         for place in range(num_found, len(admission.keys)):
             self._coming.setdefault(self._prefix(admission, place), row)
 
-    def _take(self, row: Row, start: int, blocks: list[BlockId], *, in_order: bool = True) -> None:
+    def _take(self, row: Row, start: int, blocks: list[BlockId]) -> None:
         """Follows new blocks to a row: nobody holds them, and the free ones go first, then the oldest."""
         table = self.tables.setdefault(row, [])
         assert start == len(table)
         for block in blocks:
             assert block not in self.holders
             if block in self.idle:
-                if in_order and not self.has_weak_keys:
+                if not self.has_weak_keys:
                     assert not self.num_free
                     assert block == self.idle[0]
                 self.num_evicted += 1

@@ -31,6 +31,8 @@ HONOURED = frozenset(
         "paused_buffer_size_gb",
         "kv_cache_management_mode",
         "logprobs_mode",
+        "track_generated_token_events",
+        "track_paused_request_events",
         "materialize_only_last_token_logits",
         "verbose",
     }

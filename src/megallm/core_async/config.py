@@ -40,6 +40,10 @@ class InferenceSettings(Protocol):
     def kv_cache_management_mode(self) -> Enum: ...
     @property
     def logprobs_mode(self) -> str: ...
+    @property
+    def track_generated_token_events(self) -> bool: ...
+    @property
+    def track_paused_request_events(self) -> bool: ...
 
 
 class ModelLimits(Struct, frozen=True):
@@ -82,6 +86,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """What suspend does with the KV cache."""
     processes_log_probs: bool = False
     """Log-probs are of the logits after penalties, temperature, top-k and top-p, not of the model's."""
+    tracks_tokens: bool = False
+    """Results carry an event for each token."""
+    tracks_pauses: bool = False
+    """Results carry an event for each step that a request sat out for want of a block."""
     attention_backend: str = "auto"
 
     @classmethod
@@ -109,6 +117,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             vocab_size=model.vocab_size,
             sampling_seed=model.sampling_seed,
             kv_mode=_kv_mode(settings),
+            tracks_tokens=settings.track_generated_token_events,
+            tracks_pauses=settings.track_paused_request_events,
             processes_log_probs=_processes_log_probs(settings),
             attention_backend=attention_backend,
         )

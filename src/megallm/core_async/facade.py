@@ -11,13 +11,22 @@ from torch import distributed
 from megallm.core_async.builder import build
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.engine import Engine
+from megallm.core_async.generation import Outcome, results_of
 from megallm.core_async.intake import Call
 from megallm.core_async.plan.prompts import one_prompt
+from megallm.core_async.result import Result
 from megallm.core_async.sampling_params import SamplingParams
 from megallm.core_async.tokenizers import TokenizerAdapter
 
 type Params = MegatronSamplingParams | list[MegatronSamplingParams] | list[SamplingParams] | None
 """One for all prompts, or one for each; megatron-core's own class or ours. None: the defaults."""
+
+
+def scoring_params(top_n_logprobs: int) -> SamplingParams:
+    """Gives the parameters that make a request of a text's log-probs alone."""
+    return SamplingParams(
+        temperature=0.0, num_tokens_to_generate=0, return_log_probs=True, top_n_logprobs=top_n_logprobs
+    )
 
 
 class LLMBase:
@@ -89,6 +98,11 @@ class LLMBase:
             is_streamed=is_streamed,
             reports_progress=reports_progress,
         )
+
+    def _results(self, call: Call, outcome: Outcome) -> list[Result]:
+        """Gives one result a prompt, in the order of the call."""
+        parts = self._parts
+        return results_of(call, outcome, parts.tokenizer, tracks_pauses=parts.engine.config.tracks_pauses)
 
     def _require_primary(self) -> None:
         if not self.is_primary_rank:

@@ -1,6 +1,7 @@
 """Runs checked calls on an engine and makes results of what comes back."""
 
 import contextlib
+import time
 from typing import Protocol
 
 import anyio
@@ -9,7 +10,7 @@ from msgspec import Struct
 from megallm.core_async.engine import Engine
 from megallm.core_async.intake import Call
 from megallm.core_async.messages import Completion, NewRequest, Progress, RequestId
-from megallm.core_async.result import Result, completed_result, empty_result, failed_result
+from megallm.core_async.result import Result, Times, completed_result, empty_result, failed_result
 from megallm.core_async.tokenizers import TokenizerAdapter
 
 
@@ -31,6 +32,8 @@ class Outcome(Struct):
     completions: dict[RequestId, Completion]
     submitted_s: float
     """Loop time of the submission."""
+    epoch_s: float
+    """Wall time, in seconds since 1970, of loop time 0."""
 
 
 async def run_to_completion(
@@ -40,7 +43,8 @@ async def run_to_completion(
 
     Raises: EngineBusy, EngineStoppedError, EngineDeadError.
     """
-    outcome = Outcome({}, anyio.current_time())
+    now = anyio.current_time()
+    outcome = Outcome({}, now, time.time() - now)
     if not requests:
         engine.check_alive()
         return outcome
@@ -56,7 +60,9 @@ async def run_to_completion(
     return outcome
 
 
-def results_of(call: Call, outcome: Outcome, tokenizer: TokenizerAdapter) -> list[Result]:
+def results_of(
+    call: Call, outcome: Outcome, tokenizer: TokenizerAdapter, *, tracks_pauses: bool = False
+) -> list[Result]:
     """Gives one result a prompt, in the order of the call."""
     results: list[Result] = []
     for entry in call.entries:
@@ -66,5 +72,6 @@ def results_of(call: Call, outcome: Outcome, tokenizer: TokenizerAdapter) -> lis
             results.append(empty_result(entry, tokenizer))
         else:
             completion = outcome.completions[entry.request_id]
-            results.append(completed_result(entry, completion, tokenizer, submitted_s=outcome.submitted_s))
+            times = Times(outcome.submitted_s, outcome.epoch_s, tracks_pauses=tracks_pauses)
+            results.append(completed_result(entry, completion, tokenizer, times))
     return results

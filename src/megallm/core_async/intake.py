@@ -112,6 +112,7 @@ class Intake:
                 reports_progress=reports_progress,
                 wants_log_probs=sampling.wants_log_probs,
                 num_top=sampling.num_top,
+                tracks_tokens=self._config.tracks_tokens,
             ),
             min_new_tokens=min(resolved.min_new, max_new),
             scores_prompt=resolved.scores_prompt,

@@ -12,8 +12,8 @@ from anyio.abc import TaskGroup
 from megatron.core.inference.config import InferenceConfig
 
 from megallm.core_async.errors import EngineStoppedError
-from megallm.core_async.facade import LLMBase, Params
-from megallm.core_async.generation import results_of, run_to_completion
+from megallm.core_async.facade import LLMBase, Params, scoring_params
+from megallm.core_async.generation import run_to_completion
 from megallm.core_async.host import EngineHost
 from megallm.core_async.intake import Call
 from megallm.core_async.kit.call_queue import CallQueue
@@ -117,8 +117,17 @@ class MegatronAsyncLLM(LLMBase):
         """
         call = await self._prepare(prompts, sampling_params, multi_modal_data)
         outcome = await self._in_engine_loop(run_to_completion, self._parts.engine, call.requests, None)
-        results = results_of(call, outcome, self._parts.tokenizer)
+        results = self._results(call, outcome)
         return results[0] if call.is_single else results
+
+    async def score(self, prompts: Prompts, *, top_n_logprobs: int = 0) -> Result | list[Result]:
+        """Gives the log-probabilities of texts under the model, in one pass: nothing is generated.
+
+        One result a prompt, whose `prompt_log_probs` has one entry for each token after the first,
+        and `prompt_top_n_logprobs` the likeliest rivals where `top_n_logprobs` asks for them.
+        Raises: as `generate`.
+        """
+        return await self.generate(prompts, scoring_params(top_n_logprobs))
 
     def stream(
         self,

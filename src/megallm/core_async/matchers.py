@@ -251,17 +251,33 @@ class _Vocabulary:
         self.tokens = [spelled.token_bytes(token_id) for token_id in range(num_spelled)]
         self._special = self._special_ids()
         self.special_token_ids = sorted(self._special)
+        self._id_of = {self.tokens[token_id]: token_id for token_id in range(num_spelled)}
+        for token_id in self.special_token_ids:
+            self._id_of.pop(self.tokens[token_id], None)
+        self._max_length = max(map(len, self._id_of))
         self.tokens += [b""] * (vocab_size - num_spelled)  # never allowed
 
     def __call__(self, text: bytes) -> list[int]:
-        """Gives the ids the tokenizer writes a text with; none where they stand for anything else.
+        """Gives the ids that a text is written with where the grammar leaves no other.
 
-        A text that leaves only one way to go on is forced in these tokens; without them the model chooses
-        its own.
+        The tokenizer's own, as a model knows them from training; or the longest tokens that fit, where it
+        would write something else, as a special token for its spelling.
         """
         ids = self._adapter.tokenize(text.decode())
         is_faithful = b"".join(self.tokens[token_id] for token_id in ids) == text
-        return ids if is_faithful and not self._special.intersection(ids) else []
+        return ids if is_faithful and not self._special.intersection(ids) else self._longest(text)
+
+    def _longest(self, text: bytes) -> list[int]:
+        """Gives the longest tokens that fit, up to where none does."""
+        ids: list[int] = []
+        while text:
+            lengths = range(min(len(text), self._max_length), 0, -1)
+            piece = next((text[:length] for length in lengths if text[:length] in self._id_of), None)
+            if piece is None:
+                break
+            ids.append(self._id_of[piece])
+            text = text[len(piece) :]
+        return ids
 
     def _special_ids(self) -> set[int]:
         """Gives the ids that are no text, whatever they are spelled like: the output does not show them."""

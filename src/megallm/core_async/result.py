@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
+from megatron.core.inference.inference_request import (
+    DynamicInferenceEvent,
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    Status,
+)
+from msgspec import Struct
 
 from megallm.core_async.errors import InvalidRequestError
 from megallm.core_async.intake import Entry
@@ -50,10 +56,20 @@ def empty_result(entry: Entry, tokenizer: TokenizerAdapter) -> Result:
     return result
 
 
+class Times(Struct, frozen=True):
+    """When a call was submitted, and what its results' events are reckoned from."""
+
+    submitted_s: float
+    """Loop time of the submission."""
+    epoch_s: float
+    """Wall time, in seconds since 1970, of loop time 0."""
+    tracks_pauses: bool = False
+
+
 def completed_result(
-    entry: Entry, completion: Completion, tokenizer: TokenizerAdapter, *, submitted_s: float
+    entry: Entry, completion: Completion, tokenizer: TokenizerAdapter, times: Times
 ) -> Result:
-    """Gives the result of a prompt that ran. `submitted_s`: loop time of its submission."""
+    """Gives the result of a prompt that ran."""
     result = _result(entry, tokenizer)
     result.status = Status.COMPLETED
     result.generated_tokens = completion.token_ids
@@ -66,14 +82,44 @@ def completed_result(
     result.policy_epoch = _marks(completion.policy_epoch)
     result.kv_cache_epoch = _marks(completion.kv_cache_epoch)
     _add_log_probs(result, completion, tokenizer)
+    _add_segments(result, entry.token_ids, tokenizer)
     first_s, last_s = completion.first_token_s, completion.last_token_s
     if first_s is not None and last_s is not None:
-        result.ttft = first_s - submitted_s
-        result.latency = last_s - submitted_s
+        result.ttft = first_s - times.submitted_s
+        result.latency = last_s - times.submitted_s
         if result.generated_length > 1:
             result.tpot = [(last_s - first_s) / (result.generated_length - 1)]
-    result.add_event_finish()
+    _add_events(result, completion, times)
     return result
+
+
+def _add_events(result: Result, completion: Completion, times: Times) -> None:
+    """Fills in megatron-core's events, in order of time."""
+    kinds = DynamicInferenceEventType
+    happened: list[tuple[float, DynamicInferenceEventType, object]] = [
+        (times.submitted_s, kinds.ADD_ENGINE, None)
+    ]
+    for what, time_s in completion.events:
+        if what != "pause" or times.tracks_pauses:
+            happened.append((time_s, kinds[what.upper()], None))
+    tokens = zip(completion.token_times or (), completion.token_ids, strict=False)
+    happened += [(time_s, kinds.GENERATED_TOKEN, {"token_id": token}) for time_s, token in tokens]
+    happened.sort(key=lambda event: event[0])
+    result.events = [
+        DynamicInferenceEvent(timestamp=times.epoch_s + time_s, type=kind, payload=payload)
+        for time_s, kind, payload in happened
+    ]
+    result.event_add_engine = result.events[0]
+    result.add_event_finish()
+
+
+def _add_segments(result: Result, prompt: list[int], tokenizer: TokenizerAdapter) -> None:
+    """Fills in the tokens' texts one by one, where `return_segments` asks for them."""
+    params = result.sampling_params
+    if params is None or not params.return_segments:
+        return
+    result.generated_segments = [tokenizer.detokenize([token]) for token in result.generated_tokens]
+    result.segments = [tokenizer.detokenize([token]) for token in prompt] + result.generated_segments
 
 
 def _add_log_probs(result: Result, completion: Completion, tokenizer: TokenizerAdapter) -> None:

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from megatron.core.inference.config import InferenceConfig
 
-from megallm.core_async.facade import LLMBase, Params
-from megallm.core_async.generation import results_of, run_to_completion
+from megallm.core_async.facade import LLMBase, Params, scoring_params
+from megallm.core_async.generation import run_to_completion
 from megallm.core_async.host import EngineHost
 from megallm.core_async.loop_thread import Backend
 from megallm.core_async.plan.prompts import Prompt, Prompts
@@ -90,7 +90,16 @@ class MegatronLLM(LLMBase):
         call = self._call(prompts, sampling_params, multi_modal_data, reports_progress=shows_bar)
         with contextlib.closing(ProgressBar(call)) if shows_bar else contextlib.nullcontext() as bar:
             outcome = self._host.call(run_to_completion, self._parts.engine, call.requests, bar)
-        return results_of(call, outcome, self._parts.tokenizer)
+        return self._results(call, outcome)
+
+    def score(self, prompts: Prompts, *, top_n_logprobs: int = 0) -> list[Result]:
+        """Gives the log-probabilities of texts under the model, in one pass: nothing is generated.
+
+        One result a prompt, whose `prompt_log_probs` has one entry for each token after the first,
+        and `prompt_top_n_logprobs` the likeliest rivals where `top_n_logprobs` asks for them.
+        Raises: as `generate`.
+        """
+        return self.generate(prompts, scoring_params(top_n_logprobs), progress=False)
 
     def stream(
         self,

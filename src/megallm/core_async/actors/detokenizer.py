@@ -94,6 +94,8 @@ class Detokenizer(Actor[TokenBatch]):
             return
         if output.spec.reports_progress:
             progress[outbox] += 1
+        if output.token_times is not None and output.last_s is not None:
+            output.token_times.append(output.last_s)
         if output.stream is None:
             return
         text = output.extend(ending)

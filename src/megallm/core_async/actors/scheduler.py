@@ -51,7 +51,7 @@ class Scheduler(Actor[SchedulerMessage]):
             case Submit(requests):
                 self._submit(requests)
             case PreemptAll():
-                self._roster.preempt_all()
+                self._roster.preempt_all(anyio.current_time())
                 await self._forget_prefixes()
             case FinishAll(finish_reason):
                 return await self._finish_all(finish_reason)
@@ -93,7 +93,7 @@ class Scheduler(Actor[SchedulerMessage]):
         grant = None
         if wish is not None:
             grant = await self._allocator.ask(wish)
-            self._roster.settle(choice, grant)
+            self._roster.settle(choice, grant, anyio.current_time())
         return self._roster.commit(choice, grant)
 
     async def _give_back(self) -> None:

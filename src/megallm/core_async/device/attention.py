@@ -72,6 +72,8 @@ class AttentionBatch(Struct, frozen=True, eq=False):
     """`[tokens, rotary_dim]` in the model's dtype; None where no layer asks for rotary positions."""
     sines: Tensor | None = None
     is_rope_interleaved: bool = False
+    table_rows: Tensor | None = None
+    """`[rows]`: which of `block_tables` is each row's; None is its own place in the step."""
 
 
 class Attention(Protocol):
@@ -93,8 +95,8 @@ class Attention(Protocol):
     def attend(self, layer: PagedLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Gives `[tokens, num_heads * value_head_dim]` of this step's tokens.
 
-        `query` is `[tokens, num_heads, head_dim]`, `key` and `value` `[tokens, num_kv_heads, ...]`;
-        keys and values are written to the cache. Inputs may be strided views, and may be overwritten.
+        `query` is `[tokens, num_heads, head_dim]`, or the same with its heads by kv head, in four
+        dimensions; `key` and `value` are `[tokens, num_kv_heads, ...]`. Keys and values are written to the cache. Inputs may be strided views, and may be overwritten.
         """
         ...
 

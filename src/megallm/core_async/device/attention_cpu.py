@@ -36,6 +36,7 @@ class CpuAttention:
         """Gives `[tokens, num_heads * value_head_dim]`; see `Attention.attend`."""
         batch, shape = self._batch, layer.shape
         assert batch is not None, "attend before begin_step"
+        query = query.flatten(1, -2)
         cosines, sines = (batch.cosines, batch.sines) if shape.uses_rope else (None, None)
         if cosines is not None and sines is not None and batch.is_rope_interleaved:
             query = rotated(query, cosines, sines, is_interleaved=True)
@@ -72,6 +73,10 @@ class CpuOps:
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Gives `rows @ weight.T + bias`."""
         return self._kernels.linear(rows, weight, bias)
+
+    def add_linear(self, residual: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Gives `residual + rows @ weight.T + bias`."""
+        return self._kernels.linear(rows, weight, bias).add_(residual)
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Gives each row over its root mean square, times `weight`."""

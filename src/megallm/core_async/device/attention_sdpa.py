@@ -81,6 +81,7 @@ class SdpaAttention:
         """Gives `[tokens, num_heads * value_head_dim]`; see `Attention.attend`."""
         batch = self._batch
         assert batch is not None, "attend before begin_step"
+        query = query.flatten(1, -2)
         if layer.shape.uses_rope:
             assert batch.cosines is not None
             assert batch.sines is not None

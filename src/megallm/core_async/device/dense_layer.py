@@ -27,6 +27,10 @@ class LayerOps(Protocol):
         """Gives `rows @ weight.T + bias`."""
         ...
 
+    def add_linear(self, residual: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Gives `residual + rows @ weight.T + bias`; may overwrite `residual`."""
+        ...
+
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Gives each row over its root mean square, times `weight`; works over the last dimension."""
         ...
@@ -53,6 +57,10 @@ class TorchOps:
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Gives `rows @ weight.T + bias`."""
         return functional.linear(rows, weight, bias)
+
+    def add_linear(self, residual: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Gives `residual + rows @ weight.T + bias`."""
+        return functional.linear(rows, weight, bias).add_(residual)
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Gives each row over its root mean square, times `weight`."""
@@ -96,16 +104,16 @@ def dense_layer(
         normed = _norm(ops, layer.input_layernorm, hidden)
         # one group's query heads, then its key and its value: `[tokens, groups, heads + 2, head_dim]`
         mixed = _linear(ops, attention.linear_qkv, normed).view(len(hidden), num_groups, -1, head_dim)
-        query, key, value = mixed[:, :, :-2].flatten(1, 2), mixed[:, :, -2], mixed[:, :, -1]
+        query, key, value = mixed[:, :, :-2], mixed[:, :, -2], mixed[:, :, -1]
         if query_norm is not None:
-            query = _norm(ops, query_norm, query)
+            query = _norm(ops, query_norm, query.flatten(1, 2))
         if key_norm is not None:
             key = _norm(ops, key_norm, key)
         attended = _linear(ops, attention.linear_proj, attend(query, key, value))
         norm = layer.pre_mlp_layernorm
         hidden, normed = ops.add_rms_norm(attended, hidden, norm.weight, norm.eps)
         gated = ops.silu_gate(_linear(ops, mlp.linear_fc1, normed))
-        return _linear(ops, mlp.linear_fc2, gated).add_(hidden)[:, None], None
+        return ops.add_linear(hidden, gated, mlp.linear_fc2.weight, mlp.linear_fc2.bias)[:, None], None
 
     return forward
 

@@ -17,6 +17,8 @@ class Finished(Struct, frozen=True, gc=False):
     """The token id or the stop word that ended it."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    events: tuple[tuple[str, float], ...] = ()
+    """(what, loop time): "add_context" for each admission, "evict", and "pause" for each step sat out."""
     policy_epoch: tuple[tuple[int, int], ...] | None = None
     """(place in the tokens from which on it holds, number of the weights); None before the first SetEpoch."""
     kv_cache_epoch: tuple[tuple[int, int], ...] | None = None
@@ -109,5 +111,9 @@ class Completion(Struct, frozen=True, gc=False):
     """One for each prompt token after the first."""
     prompt_top: list[list[tuple[int, float]]] | None = None
     num_preemptions: int = 0
+    events: tuple[tuple[str, float], ...] = ()
+    """See Finished."""
+    token_times: list[float] | None = None
+    """Loop time of each token, where the request tracks them."""
     policy_epoch: tuple[tuple[int, int], ...] | None = None
     kv_cache_epoch: tuple[tuple[int, int], ...] | None = None

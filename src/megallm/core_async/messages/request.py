@@ -52,6 +52,8 @@ class TextSpec(Struct, frozen=True, gc=False):
     """`Delta`s as tokens come, instead of one `Completion` at the end."""
     reports_progress: bool = False
     """`Progress` after each step, beside the completions."""
+    tracks_tokens: bool = False
+    """Report when each token came."""
     wants_log_probs: bool = False
     num_top: int = 0
     """How many of the likeliest tokens to report at each place."""

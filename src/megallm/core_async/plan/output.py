@@ -36,6 +36,7 @@ class Output:
         "spec",
         "stream",
         "token_ids",
+        "token_times",
     )
 
     def __init__(self, spec: TextSpec, detokenize: Callable[[Sequence[int]], str]) -> None:
@@ -44,7 +45,8 @@ class Output:
         """The text as it comes, where the request is streamed or has stop words."""
         if spec.is_streamed or spec.stop_words:
             self.stream = TextStream(detokenize, spec.stop_words, keep_stop=spec.keep_stop)
-        self.is_watched = self.stream is not None or spec.reports_progress
+        self.token_times: list[float] | None = [] if spec.tracks_tokens else None
+        self.is_watched = self.stream is not None or spec.reports_progress or spec.tracks_tokens
         """Whether something is to be done with each token, beyond keeping it."""
         self._detokenize = detokenize
         self.token_ids: list[int] = []
@@ -110,6 +112,8 @@ class Output:
             prompt_log_probs=self._prompt_log_probs if wants else None,
             prompt_top=self._prompt_top if wants else None,
             num_preemptions=ending.num_preemptions,
+            events=ending.events,
+            token_times=None if self.token_times is None else self.token_times[:num_tokens],
             policy_epoch=ending.policy_epoch,
             kv_cache_epoch=ending.kv_cache_epoch,
         )

@@ -28,6 +28,7 @@ class Request:
 
     __slots__ = (
         "capacity",
+        "events",
         "finish_reason",
         "has_started",
         "is_decoding",
@@ -94,6 +95,8 @@ class Request:
         """Whether a token of it was reported."""
         self.finish_reason: str | None = None
         self.num_preemptions = 0
+        self.events: list[tuple[str, float]] = []
+        """See messages.Finished."""
         self.policy_epoch = _from_start(epoch)
         """(place in the tokens from which on it holds, number of the weights) of its tokens."""
         self.kv_cache_epoch = _from_start(epoch)
@@ -149,6 +152,7 @@ class Request:
             stop_reason=stop_reason,
             num_cached_tokens=self.num_cached or 0,
             num_preemptions=self.num_preemptions,
+            events=tuple(self.events),
             policy_epoch=tuple(self.policy_epoch) or None,
             kv_cache_epoch=tuple(self.kv_cache_epoch) or None,
         )

@@ -161,9 +161,11 @@ class Roster:
         self._running = []
         return outcome
 
-    def preempt_all(self) -> None:
+    def preempt_all(self, time_s: float) -> None:
         """Sends every running request back to the line. No step may be in flight."""
         assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
+        for request in self._running:
+            request.events.append(("evict", time_s))
         self._released += [request.row for request in self._running]
         self._filled = []
         self._put_back(self._running)
@@ -212,12 +214,18 @@ class Roster:
         filled, released, self._filled, self._released = self._filled, self._released, [], []
         return ReserveBlocks(filled, released, [], [], [], [], 0)
 
-    def settle(self, choice: Choice, grant: BlockGrant) -> None:
+    def settle(self, choice: Choice, grant: BlockGrant, time_s: float) -> None:
         """Takes a grant: what got no blocks is out of the choice afterwards, what was admitted is in it."""
         self.count(grant)
+        for row in grant.preempted:
+            self._requests_by_row[row].events.append(("evict", time_s))
+        for row in grant.held:
+            self._requests_by_row[row].events.append(("pause", time_s))
         if grant.preempted or grant.held:
             self._leave_out(grant, choice)
         self._admit(grant, self._offered, choice)
+        for request in choice.admitted:
+            request.events.append(("add_context", time_s))
         for row, start, count in zip(
             grant.changed_rows, grant.changed_starts, grant.changed_counts, strict=True
         ):

@@ -1,0 +1,232 @@
+"""What a layer does between its products, one kernel each: norms, the gate, rotary positions, cache write.
+
+Each reads its inputs once and rounds once, at the end. Kernels in Triton. Knows tensors; knows no step and
+no model. Import it only where it runs: Triton comes with torch's CUDA builds alone.
+"""
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (what a kernel's parameters are is Triton's own matter)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megallm.core_async.device.kv_cache import LayerCache
+
+GATE_WIDTH = 1024
+"""Dimensions that one program of the gate takes."""
+FEW_WARPS, MANY_WARPS = 4, 8
+WIDE = 2048
+"""From this row width on a norm takes more warps."""
+
+
+def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Gives each row over its root mean square, times `weight`; over the last dimension, of any number."""
+    width = rows.shape[-1]
+    out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    flat = rows.reshape(-1, width)
+    _norm_rows[(len(flat),)](
+        flat,
+        flat,
+        weight,
+        out,
+        flat.stride(0),
+        0,
+        epsilon,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        ADDS=False,
+        num_warps=_warps_for(width),
+    )
+    return out
+
+
+def add_rms_norm(rows: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Gives `rows + residual`, in the place of `rows`, and its norm; both are `[rows, width]`."""
+    width = rows.shape[-1]
+    out = torch.empty_like(rows)
+    _norm_rows[(len(rows),)](
+        rows,
+        residual,
+        weight,
+        out,
+        rows.stride(0),
+        residual.stride(0),
+        epsilon,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        ADDS=True,
+        num_warps=_warps_for(width),
+    )
+    return rows, out
+
+
+def silu_gate(rows: Tensor) -> Tensor:
+    """Gives SiLU of the first half of each row, times the second half; `[rows, 2 * width]`."""
+    width = rows.shape[-1] // 2
+    out = torch.empty((len(rows), width), dtype=rows.dtype, device=rows.device)
+    _gate_rows[(triton.cdiv(width, GATE_WIDTH), len(rows))](
+        rows, out, rows.stride(0), width, GATE_WIDTH=GATE_WIDTH, num_warps=FEW_WARPS
+    )
+    return out
+
+
+def turn_and_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cosines: Tensor | None,
+    sines: Tensor | None,
+    slots: Tensor,
+    cache: LayerCache,
+    *,
+    is_interleaved: bool,
+) -> None:
+    """Turns `query` in place, and writes the turned key and the value of each token into its slot.
+
+    `query` is `[tokens, kv_heads, heads per kv head, head_dim]`, `key` and `value` `[tokens, kv_heads,
+    ..]`, strided but for the last dimension. Without cosines nothing turns.
+    """
+    tokens, kv_heads, group, head_dim = query.shape
+    keys, values = cache.flat_keys, cache.flat_values
+    turns = cosines is not None and sines is not None
+    rotary_dim = cosines.shape[-1] if cosines is not None else 0
+    _turn_and_write[(tokens, kv_heads)](
+        query,
+        key,
+        value,
+        key if cosines is None else cosines,
+        key if sines is None else sines,
+        slots,
+        keys,
+        values,
+        *query.stride()[:3],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        GROUP=group,
+        DIM=head_dim,
+        DIM_WIDTH=triton.next_power_of_2(head_dim),
+        VALUE_DIM=value.shape[-1],
+        VALUE_WIDTH=triton.next_power_of_2(value.shape[-1]),
+        ROTARY_DIM=rotary_dim,
+        HALF_WIDTH=triton.next_power_of_2(max(1, rotary_dim // 2)),
+        TURNS=turns,
+        IS_INTERLEAVED=is_interleaved,
+        num_warps=1,
+    )
+
+
+def _warps_for(width: int) -> int:
+    return MANY_WARPS if width >= WIDE else 1 if width <= 256 else FEW_WARPS  # noqa: PLR2004 - a head's norm
+
+
+@triton.jit
+def _norm_rows(
+    rows,
+    residual,
+    weight,
+    out,
+    row_stride,
+    residual_stride,
+    epsilon,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, PADDED)
+    mask = dims < WIDTH
+    x = tl.load(rows + row * row_stride + dims, mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(residual + row * residual_stride + dims, mask=mask, other=0.0).to(tl.float32)
+        # the sum is what the next layers see, so the norm is of the rounded one
+        rounded = x.to(rows.dtype.element_ty)
+        tl.store(rows + row * row_stride + dims, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
+    weights = tl.load(weight + dims, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + dims, (x * scale * weights).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_rows(rows, out, row_stride, width, GATE_WIDTH: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    dims = tl.program_id(0) * GATE_WIDTH + tl.arange(0, GATE_WIDTH)
+    mask = dims < width
+    gate = tl.load(rows + row * row_stride + dims, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(rows + row * row_stride + width + dims, mask=mask, other=0.0).to(tl.float32)
+    gated = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + dims, gated.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _turn(source, target, first, second, mask, first_cos, first_sin, second_cos, second_sin):
+    """Turns the pairs (first, second) of one vector from `source` into `target`."""
+    a = tl.load(source + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + second, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target + first, (a * first_cos - b * first_sin).to(target.dtype.element_ty), mask=mask)
+    tl.store(target + second, (b * second_cos + a * second_sin).to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _turn_and_write(
+    query,
+    key,
+    value,
+    cosines,
+    sines,
+    slots,
+    keys,
+    values,
+    query_row,
+    query_kv_head,
+    query_head,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    keys_slot,
+    keys_head,
+    values_slot,
+    values_head,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HALF_WIDTH: tl.constexpr,
+    TURNS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+):
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + token).to(tl.int64)
+    from_key = key + token * key_row + kv_head * key_head
+    to_key = keys + slot * keys_slot + kv_head * keys_head
+    dims = tl.arange(0, DIM_WIDTH)
+    is_passed = (dims < DIM) & (dims >= ROTARY_DIM)
+    if TURNS:
+        pairs = tl.arange(0, HALF_WIDTH)
+        mask = pairs < ROTARY_DIM // 2
+        if IS_INTERLEAVED:
+            first, second = pairs * 2, pairs * 2 + 1
+        else:
+            first, second = pairs, pairs + ROTARY_DIM // 2
+        table = token * ROTARY_DIM
+        first_cos = tl.load(cosines + table + first, mask=mask, other=0.0).to(tl.float32)
+        first_sin = tl.load(sines + table + first, mask=mask, other=0.0).to(tl.float32)
+        second_cos = tl.load(cosines + table + second, mask=mask, other=0.0).to(tl.float32)
+        second_sin = tl.load(sines + table + second, mask=mask, other=0.0).to(tl.float32)
+        for head in tl.static_range(GROUP):
+            at = query + token * query_row + kv_head * query_kv_head + head * query_head
+            _turn(at, at, first, second, mask, first_cos, first_sin, second_cos, second_sin)
+        _turn(from_key, to_key, first, second, mask, first_cos, first_sin, second_cos, second_sin)
+    tl.store(to_key + dims, tl.load(from_key + dims, mask=is_passed), mask=is_passed)
+    value_dims = tl.arange(0, VALUE_WIDTH)
+    some = tl.load(value + token * value_row + kv_head * value_head + value_dims, mask=value_dims < VALUE_DIM)
+    tl.store(
+        values + slot * values_slot + kv_head * values_head + value_dims, some, mask=value_dims < VALUE_DIM
+    )

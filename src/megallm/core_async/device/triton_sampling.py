@@ -1,0 +1,133 @@
+"""Both ends of a decode step without the host: the rows' inputs, and each row's best token.
+
+Kernels in Triton. Knows rows, tables and logits; knows no model. Import it only where it runs: Triton
+comes with torch's CUDA builds alone.
+"""
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (what a kernel's parameters are is Triton's own matter)
+
+import torch
+import triton
+import triton.language as tl
+from msgspec import Struct
+from torch import Tensor
+
+CHUNK = 4096
+"""Logits that one program looks at."""
+ROWS = 128
+"""Decode rows whose inputs one program prepares."""
+
+
+class DecodeTensors(Struct, frozen=True, eq=False):
+    """The inputs of a step of decode rows, on the device."""
+
+    token_ids: Tensor
+    """`[rows]`, int64."""
+    slots: Tensor
+    """`[rows]`, int64."""
+    kv_lengths: Tensor
+    """`[rows]`, int32."""
+
+
+def decode_tensors(
+    rows: Tensor, positions: Tensor, last_tokens: Tensor, block_tables: Tensor, *, block_size: int
+) -> DecodeTensors:
+    """Looks up each row's newest token, and the slot of its position (int32 rows and positions)."""
+    count = len(rows)
+    token_ids = torch.empty(count, dtype=torch.int64, device=rows.device)
+    slots = torch.empty_like(token_ids)
+    kv_lengths = torch.empty_like(rows)
+    _look_up[(triton.cdiv(count, ROWS),)](
+        rows,
+        positions,
+        last_tokens,
+        block_tables,
+        token_ids,
+        slots,
+        kv_lengths,
+        count,
+        block_tables.stride(0),
+        BLOCK=block_size,
+        ROWS=ROWS,
+        num_warps=1,
+    )
+    return DecodeTensors(token_ids=token_ids, slots=slots, kv_lengths=kv_lengths)
+
+
+def take_best(logits: Tensor, rows: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Gives each row's best token, int32, and whether its logit is finite; puts it into `last_tokens[rows]`.
+
+    Of equals the first is best; a row with NaN has no finite best. `logits` is `[rows, vocab]`.
+    """
+    count, vocab = logits.shape
+    chunks = triton.cdiv(vocab, CHUNK)
+    best = torch.empty((count, chunks), dtype=torch.float32, device=logits.device)
+    places = torch.empty((count, chunks), dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(count, dtype=torch.int32, device=logits.device)
+    is_finite = torch.empty(count, dtype=torch.bool, device=logits.device)
+    _best_of_chunks[(chunks, count)](
+        logits, best, places, logits.stride(0), vocab, CHUNK=CHUNK, num_warps=4
+    )
+    _best_of_rows[(count,)](
+        best,
+        places,
+        rows,
+        last_tokens,
+        tokens,
+        is_finite,
+        chunks,
+        PADDED=triton.next_power_of_2(chunks),
+        num_warps=1,
+    )
+    return tokens, is_finite
+
+
+@triton.jit
+def _look_up(
+    rows,
+    positions,
+    last_tokens,
+    block_tables,
+    token_ids,
+    slots,
+    kv_lengths,
+    count,
+    table_row,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = places < count
+    row = tl.load(rows + places, mask=mask, other=0).to(tl.int64)
+    position = tl.load(positions + places, mask=mask, other=0)
+    block = tl.load(block_tables + row * table_row + position // BLOCK, mask=mask, other=0).to(tl.int64)
+    tl.store(token_ids + places, tl.load(last_tokens + row, mask=mask, other=0), mask=mask)
+    tl.store(slots + places, block * BLOCK + position % BLOCK, mask=mask)
+    tl.store(kv_lengths + places, position + 1, mask=mask)
+
+
+@triton.jit
+def _best_of_chunks(logits, best, places, logits_row, vocab, CHUNK: tl.constexpr):
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    some = tl.load(logits + row.to(tl.int64) * logits_row + ids, mask=ids < vocab, other=-float("inf"))
+    some = some.to(tl.float32)
+    # NaN counts as better than anything, and its row as not finite
+    some = tl.where(some == some, some, float("inf"))
+    found, place = tl.max(some, 0, return_indices=True, return_indices_tie_break_left=True)
+    at = row * tl.num_programs(0) + chunk
+    tl.store(best + at, found)
+    tl.store(places + at, chunk * CHUNK + place)
+
+
+@triton.jit
+def _best_of_rows(best, places, rows, last_tokens, tokens, is_finite, chunks, PADDED: tl.constexpr):
+    row = tl.program_id(0)
+    some = tl.arange(0, PADDED)
+    bests = tl.load(best + row * chunks + some, mask=some < chunks, other=-float("inf"))
+    found, chunk = tl.max(bests, 0, return_indices=True, return_indices_tie_break_left=True)
+    token = tl.load(places + row * chunks + chunk)
+    tl.store(tokens + row, token)
+    tl.store(is_finite + row, (found > -float("inf")) & (found < float("inf")))
+    tl.store(last_tokens + tl.load(rows + row).to(tl.int64), token.to(tl.int64))

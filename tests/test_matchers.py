@@ -1,0 +1,282 @@
+"""Grammars are compiled within bounds, once, for whatever tokenizer there is."""
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from megallm.core_async import matchers as matchers_module
+from megallm.core_async.matchers import Matchers, fault_of
+from megallm.core_async.structured import MAX_BYTES, grammar_of
+from megallm.core_async.tokenizers import TokenizerAdapter
+from tests.byte_tokenizer import ByteTokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+VOCAB = 300
+
+
+@pytest.fixture
+def matchers() -> Matchers:
+    """Gives matchers for the byte tokenizer, in a model with a few ids more."""
+    return Matchers(TokenizerAdapter(ByteTokenizer()), VOCAB)
+
+
+def made(**fields: object) -> str:
+    """Gives the grammar of some fields."""
+    return grammar_of(SimpleNamespace(**fields))
+
+
+def allowed(matcher: "LLMatcher") -> set[int]:
+    """Gives the ids that may come next."""
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    return {token for token in range(mask.bit_length()) if mask >> token & 1}
+
+
+def accepts(matchers: Matchers, grammar: str, text: str) -> bool:
+    """Tells whether a text, a byte a token, is a whole output."""
+    matcher = matchers.matcher(grammar)
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+def test_a_choice_is_exactly_its_strings(matchers: Matchers) -> None:
+    """Each character stands for itself, whatever it means to an expression or a grammar."""
+    choices = ["a", "ab", "", "a.c", "(x|y)*", "\\d", "/", "é\x7f\r\n\t\x00", "<|end|>", '"', "#x", "😀"]
+    grammar = made(choice=choices)
+    for choice in choices:
+        assert accepts(matchers, grammar, choice), choice
+    for other in ("abc", "aXc", "x", "1", "\\", "b", "<|"):
+        assert not accepts(matchers, grammar, other), other
+
+
+def test_an_expression_matches_the_whole_output(matchers: Matchers) -> None:
+    """As re.fullmatch, so that nothing comes before or behind."""
+    grammar = made(regex=r"\d{2}/[a-c]+|/")
+    assert accepts(matchers, grammar, "12/abc")
+    assert accepts(matchers, grammar, "/")
+    assert not accepts(matchers, grammar, "12/abcd")
+    assert not accepts(matchers, grammar, "x12/abc")
+
+
+def test_a_special_token_is_no_text(matchers: Matchers) -> None:
+    """Inside a string its spelling would be allowed, and end the request in the middle of the JSON."""
+    matcher = matchers.matcher(made(json_schema={"type": "string"}))
+    matcher.consume_tokens(list(b'"<'))
+    assert not allowed(matcher) & {256, 257}
+    assert ord("|") in allowed(matcher)
+
+
+def test_the_spelling_of_a_special_token_is_text_where_it_is_asked_for(matchers: Matchers) -> None:
+    """The tokenizer writes it as the special token, which is not what the grammar says."""
+    matcher = matchers.matcher(made(choice=["<|end|>"]))
+    for byte in b"<|end|>":
+        assert allowed(matcher) == {byte}
+        assert matcher.consume_token(byte)
+    assert allowed(matcher) == {ByteTokenizer.eod}
+
+
+def test_text_without_a_choice_is_written_in_the_tokenizers_own_tokens(matchers: Matchers) -> None:
+    """A model reads what it has seen in training."""
+    matcher = matchers.matcher(made(choice=["abctrue"]))
+    assert allowed(matcher) == {258 + 3}
+
+
+def test_ids_that_stand_for_nothing_are_never_allowed(matchers: Matchers) -> None:
+    """A model's vocabulary is padded; those logits are arbitrary numbers."""
+    ids = allowed(matchers.matcher(made(regex=r"(?s:.*)")))
+    assert max(ids) < ByteTokenizer.vocab_size
+    assert ByteTokenizer.eod in ids, "the empty output matches"
+    assert ByteTokenizer.bos not in ids
+
+
+def test_matchers_of_one_grammar_do_not_follow_each_other(matchers: Matchers) -> None:
+    """They are copies of what was compiled once."""
+    grammar = made(choice=["ab", "ba"])
+    first, second = matchers.matcher(grammar), matchers.matcher(grammar)
+    assert first.consume_token(ord("a"))
+    assert allowed(first) == {ord("b")}
+    assert ord("a") in allowed(second)
+
+
+def test_a_grammar_is_compiled_once(matchers: Matchers) -> None:
+    """Checking a request must not be followed by the same work in the step that starts it."""
+    grammar = made(regex="a+")
+    before = matchers.matcher(grammar)
+    started: list[str] = []
+    threading.settrace(lambda *_: started.append(threading.current_thread().name))
+    try:
+        matchers.check(grammar)
+        assert not started
+        matchers.forget(grammar)
+        matchers.check(grammar)
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type] - typeshed forgets that None takes it off
+    assert "megallm-grammar" in started
+    assert not before.is_error(), "what is in use stays as it is"
+
+
+def test_the_oldest_grammar_makes_room(matchers: Matchers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may hold 40 MB, and a stranger can send as many as there are numbers."""
+    monkeypatch.setattr(matchers_module, "MAX_KEPT", 2)
+    for choice in ("a", "b", "c"):
+        matchers.check(made(choice=[choice]))
+    assert len(matchers._kept) == 2  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"regex": "("}, "regex: unclosed group"),
+        ({"regex": r"(a)\1"}, "regex: backreferences are not supported"),
+        ({"regex": r"a\b"}, "regex: .*lookarounds not supported"),
+        ({"regex": r"[^\s\S]"}, "regex: no token of the vocabulary can come next"),
+        ({"json_schema": {"type": "strin"}}, "json_schema: Invalid type: strin"),
+        ({"json_schema": {"not": {}}}, "json_schema: Unimplemented keys"),
+        ({"json_schema": {"enum": []}}, "json_schema: Unsatisfiable schema"),
+        ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema: Pointer '/nowhere' does not exist"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema: no token of the vocabulary can come next"),
+        ({"grammar": "start: missing"}, "grammar: unknown name"),
+        ({"grammar": 'start: "a" start'}, "grammar: parser error: Too many items"),
+    ],
+)
+def test_what_can_not_be_compiled_is_refused_with_field_and_fault(
+    matchers: Matchers, fields: dict[str, Any], fault: str
+) -> None:
+    """Before it runs: in the middle of an output there is no good answer any more."""
+    with pytest.raises(ValueError, match=fault):
+        matchers.check(made(**fields))
+
+
+def chain(line: str, last: str, size: int = 500) -> str:
+    """Gives a grammar of rules that each refer to the next."""
+    return "\n".join(["start: r0", *(line.format(n, n + 1) for n in range(size - 2)), f"r{size - 2}: {last}"])
+
+
+def filled(start: str, part: str, end: str) -> str:
+    """Gives a schema's text of nearly the largest size."""
+    count = (MAX_BYTES - len(start) - len(end)) // (len(part) + 6)
+    return start + ",".join(part.format(n, n + 1) for n in range(count)) + end
+
+
+HOSTILE: dict[str, Callable[[], dict[str, object]]] = {
+    "nested bounds": lambda: {"regex": "((a{1,100}){1,100}){1,100}"},
+    "a huge bound": lambda: {"regex": "a{1000000000}"},
+    "backtracking bait": lambda: {"regex": "(a*)*b" * 200},
+    "states that double": lambda: {"regex": "(a|b)*a(a|b){200}"},
+    "many optional letters": lambda: {"regex": "a?" * 2000 + "a" * 2000},
+    "unicode classes": lambda: {"regex": r"(\w+\s?){1,1000}(\W+\S){1,1000}"},
+    "eight patterns at once": lambda: {
+        "json_schema": {"allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefgh"]}
+    },
+    "a large enum": lambda: {"json_schema": filled('{"enum":[', '"value {}"', "]}")},
+    "optional properties": lambda: {
+        "json_schema": filled('{"properties":{{', '"p{}":{{}}', "}}").replace("{{", "{")
+    },
+    "a chain of objects": lambda: {
+        "json_schema": filled(
+            '{"$ref":"#/d/0","d":{', '"{}":{{"properties":{{"a":{{"$ref":"#/d/{}"}}}}}}', "}}"
+        )
+    },
+    "nested arrays": lambda: {
+        "json_schema": {"items": {"items": {"type": "integer"}, "minItems": 1000}, "minItems": 1000}
+    },
+    "rules that may be empty": lambda: {"grammar": chain('r{}: (((r{} "b")*)?)+', '"a"')},
+    "terminals in terminals": lambda: {
+        "grammar": chain('R{}: (R{} "b")*', '"a"').replace("r", "R").replace("staRt: R0", "start: R0")
+    },
+    "rules that double": lambda: {"grammar": chain("r{0}: r{1} r{1}", '"a"', 60)},
+    "ambiguity": lambda: {"grammar": 'start: e\ne: e e | e "+" e | "a" | "b" e "b" |'},
+    "intersections": lambda: {
+        "grammar": "start: A\nA: " + " & ".join(f"/.*{letter}.*/" for letter in "abcdefghijklmnopqrst")
+    },
+    "a complement": lambda: {"grammar": "start: A\nA: ~/(a|b)*a(a|b){30}/"},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_an_input_made_to_be_slow_ends_by_itself(matchers: Matchers, name: str) -> None:
+    """An abandoned thread that goes on for minutes takes a core from the engine, and its stack the process.
+
+    That an input is refused is as good as that it is compiled.
+    """
+    try:
+        matchers.check(made(**HOSTILE[name]()))
+    except ValueError as error:
+        assert "was not compiled in" not in str(error)
+        assert len(str(error)) < 400
+
+
+def test_compiling_has_a_time_limit() -> None:
+    """The caller waits no longer, whatever the thread is doing."""
+    matchers = Matchers(TokenizerAdapter(ByteTokenizer()), VOCAB, time_limit_s=0.001)
+    with pytest.raises(ValueError, match=r"grammar was not compiled in 0\.001 s"):
+        matchers.check(made(**HOSTILE["rules that may be empty"]()))
+
+
+def test_only_so_many_grammars_compile_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that were given up still run."""
+    monkeypatch.setattr(matchers_module, "MAX_COMPILING", 0)
+    matchers = Matchers(TokenizerAdapter(ByteTokenizer()), VOCAB, time_limit_s=0.001)
+    with pytest.raises(ValueError, match="other grammars have been compiling"):
+        matchers.check(made(choice=["a"]))
+
+
+def test_the_next_thread_has_the_stack_it_would_have_had(matchers: Matchers) -> None:
+    """The size is a setting of the whole process."""
+    matchers.check(made(choice=["a"]))
+    assert threading.stack_size() == 0
+
+
+def test_several_threads_may_check_and_follow_the_same_grammar(matchers: Matchers) -> None:
+    """Callers check while the rank runs."""
+    grammar = made(json_schema={"type": "object", "properties": {"a": {"type": "string"}}})
+    faults: list[str] = []
+
+    def follow() -> None:
+        for _ in range(20):
+            matcher = matchers.matcher(grammar)
+            for token in b'{"a":"xyz"}':
+                matcher.compute_bitmask()
+                matcher.consume_token(token)
+            faults.append(fault_of(matcher))
+
+    threads = [threading.Thread(target=follow) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == [""] * 80
+
+
+class NullTokenizer:
+    """Numbers are its words, as megatron's null tokenizer."""
+
+    vocab_size = 10
+    eod = 9
+
+    def tokenize(self, text: str) -> list[int]:
+        """Gives the numbers of a text."""
+        return [int(word) for word in text.split()]
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Gives the numbers as text."""
+        return " ".join(map(str, tokens))
+
+
+def test_a_tokenizer_without_bytes_is_refused_by_name() -> None:
+    """A mask can't be made for it, and guessing would let through what does not match."""
+    with pytest.raises(ValueError, match=r"a NullTokenizer, has no token_bytes\(id\)"):
+        Matchers(TokenizerAdapter(NullTokenizer()), 10).check(made(choice=["a"]))
+
+
+def test_a_tokenizer_without_an_end_is_refused_by_name() -> None:
+    """A complete output could not be ended."""
+
+    class Endless(ByteTokenizer):
+        eod: Any = None
+
+    with pytest.raises(ValueError, match="a Endless, names none"):
+        Matchers(TokenizerAdapter(Endless()), VOCAB).check(made(choice=["a"]))
