@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, cast
 from benchmarks.load import NAMED, Case
 from benchmarks.measure import alternate, num_cores
 from benchmarks.report import Cell, Report, Table, significant
+from benchmarks.shapes import SHAPES, random_model
 
 if TYPE_CHECKING:
     from benchmarks.offline_engines import Engine, Timing
@@ -33,7 +34,11 @@ PARTS: Final = ("total", "plan", "prepare", "forward", "sample", "post")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the suite's options."""
     add = parser.add_argument
-    add("--model", default="smollm2-135m", help="a known name or a path (default: %(default)s)")
+    add(
+        "--model",
+        default="smollm2-135m",
+        help=f"a known name, a path, or a shape with random weights: {', '.join(SHAPES)} (default: %(default)s)",
+    )
     add(
         "--cases",
         type=cases_of,
@@ -83,6 +88,9 @@ def run(options: argparse.Namespace) -> Report:
     if "transformers" in names and importlib.util.find_spec("transformers") is None:
         notes.append("megallm alone: transformers is not installed (pip install 'megallm[hf]')")
         names = [name for name in names if name != "transformers"]
+    if "transformers" in names and options.model in SHAPES:
+        notes.append("megallm alone: random weights have no file that transformers could read")
+        names = [name for name in names if name != "transformers"]
     cases: list[Case] = options.cases
     measured: dict[Case, dict[str, list[Timing]]] = {}
     with ExitStack() as stack:
@@ -119,7 +127,7 @@ def _open(names: Iterable[str], options: argparse.Namespace, stack: ExitStack) -
     from megallm.models.load import find_file, open_checkpoint  # noqa: PLC0415
 
     torch.set_num_threads(options.threads)
-    model, tokenizer = load_model(options.model)
+    model, tokenizer = random_model(options.model) if options.model in SHAPES else load_model(options.model)
     weight = next(model.parameters())
     engines: dict[str, Engine] = {}
     for name in names:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 SPECIAL = {256: "<|end|>", 257: "<|start|>"}
 PIECES = [b'{"', b'":', b"ab", b"abc", b"true", "é".encode(), "世界".encode(), "世".encode()[:2]]
+SPELLINGS = [*(bytes([byte]) for byte in range(256)), *(text.encode() for text in SPECIAL.values()), *PIECES]
+LONGEST_FIRST = sorted(range(len(SPELLINGS)), key=lambda token_id: -len(SPELLINGS[token_id]))
 
 
 class ByteTokenizer:
@@ -11,22 +13,19 @@ class ByteTokenizer:
 
     bos = 257
     eod = 256
-    vocab_size = 258 + len(PIECES)
+    vocab_size = len(SPELLINGS)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Gives a token's bytes; a special token's are its spelling."""
-        if token_id in SPECIAL:
-            return SPECIAL[token_id].encode()
-        return bytes([token_id]) if token_id < 256 else PIECES[token_id - 258]
+        return SPELLINGS[token_id]
 
     def tokenize(self, text: str) -> list[int]:
         """Takes a special token's spelling for the token, and the longest pieces first."""
-        known = {self.token_bytes(token_id): token_id for token_id in range(self.vocab_size)}
         encoded, ids = text.encode(), list[int]()
         while encoded:
-            piece = max((piece for piece in known if encoded.startswith(piece)), key=len)
-            ids.append(known[piece])
-            encoded = encoded[len(piece) :]
+            token_id = next(id_ for id_ in LONGEST_FIRST if encoded.startswith(SPELLINGS[id_]))
+            ids.append(token_id)
+            encoded = encoded[len(SPELLINGS[token_id]) :]
         return ids
 
     def detokenize(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -131,14 +131,20 @@ def inline_worker(runner: Runner, step_s: float) -> InlineWorker:
 
 @asynccontextmanager
 async def running(
-    config: EngineConfig | None = None, *, step_s: float = 0.0, is_threaded: bool = False
+    config: EngineConfig | None = None,
+    *,
+    step_s: float = 0.0,
+    is_threaded: bool = False,
+    runs_at_launch: bool = True,
 ) -> AsyncGenerator[Rig]:
     """Runs an engine in the test's loop and stops it; unless the test ended it, its blocks are all free then.
 
     `is_threaded`: with the real worker and its thread, otherwise with one in a task.
+    `runs_at_launch`: as on a CPU, otherwise as on a GPU.
     """
     limits = engine_config() if config is None else config
     runner = fake_runner(limits)
+    runner.runs_at_launch = runs_at_launch
 
     def make_worker(runner: Runner) -> WorkerActor:
         return Worker(runner) if is_threaded else inline_worker(runner, step_s)

@@ -96,10 +96,8 @@ class FakeRunner:
         self.is_closed = False
         self.before_launch: Callable[[StepPlan], None] = lambda plan: None
         """Runs before each step; raises to kill the forward pass."""
-
-    @property
-    def runs_at_launch(self) -> bool:
-        return True
+        self.runs_at_launch = True
+        """See Runner; False makes the engine launch the next step before it waits for this one."""
 
     def start(self) -> None:
         self.is_started = True

@@ -30,9 +30,15 @@ async def expect_answers(rig: Rig, num_tokens: int = 12) -> None:
 
 
 @pytest.mark.parametrize("is_threaded", [False, True], ids=["task", "thread"])
-async def test_a_batch_gets_the_models_answers_and_runs_as_one(is_threaded: bool) -> None:  # noqa: FBT001 - pytest passes it by name
+@pytest.mark.parametrize("runs_at_launch", [True, False], ids=["as a CPU", "as a GPU"])
+async def test_a_batch_gets_the_models_answers_and_runs_as_one(
+    is_threaded: bool,
+    runs_at_launch: bool,  # noqa: FBT001 - pytest passes them by name
+) -> None:
     """Rows that mix up blocks, positions or last tokens give other tokens."""
-    async with running(engine_config(num_blocks=128), is_threaded=is_threaded) as rig:
+    async with running(
+        engine_config(num_blocks=128), is_threaded=is_threaded, runs_at_launch=runs_at_launch
+    ) as rig:
         await expect_answers(rig)
         assert max(rig.rows_of_steps()) == len(PROMPTS)
         assert len(rig.runner.plans) == 12, "a step a token, and none for nothing"
@@ -78,12 +84,13 @@ async def test_prompts_that_wait_for_room_change_no_answer() -> None:
         assert max(rig.rows_of_steps()) == 3
 
 
-async def test_blocks_chunks_and_rows_all_short_change_no_answer() -> None:
+@pytest.mark.parametrize("runs_at_launch", [True, False], ids=["as a CPU", "as a GPU"])
+async def test_blocks_chunks_and_rows_all_short_change_no_answer(runs_at_launch: bool) -> None:  # noqa: FBT001 - pytest passes it by name
     """The three meet in production, under load."""
     config = engine_config(
         num_blocks=14, max_sequence_length=56, max_tokens=8, max_requests=5, chunks_prompts=True
     )
-    async with running(config) as rig:
+    async with running(config, runs_at_launch=runs_at_launch) as rig:
         await expect_answers(rig)
         assert rig.engine.stats().preemptions > 0
 

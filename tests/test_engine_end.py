@@ -86,11 +86,16 @@ async def errors_of_pending(rig: Rig, end: Callable[[], Awaitable[object]] = not
 
 
 @pytest.mark.parametrize("is_threaded", [False, True], ids=["task", "thread"])
+@pytest.mark.parametrize("runs_at_launch", [True, False], ids=["as a CPU", "as a GPU"])
 @pytest.mark.parametrize("step", [1, 2, 7])
-async def test_a_failing_forward_pass_fails_every_call_with_the_cause(is_threaded: bool, step: int) -> None:  # noqa: FBT001 - pytest passes it by name
+async def test_a_failing_forward_pass_fails_every_call_with_the_cause(
+    is_threaded: bool,
+    runs_at_launch: bool,
+    step: int,  # noqa: FBT001 - pytest passes them by name
+) -> None:
     """Whoever waits has to learn that it is over and what broke: no hang, no error of the engine's own."""
     failure = BrokenError("boom")
-    async with running(is_threaded=is_threaded) as rig:
+    async with running(is_threaded=is_threaded, runs_at_launch=runs_at_launch) as rig:
         break_at(rig.runner, step, failure)
         errors = await errors_of_pending(rig)
         assert [type(error) for error in errors] == [EngineDeadError] * 5
@@ -134,6 +139,7 @@ async def test_a_failure_that_shows_late_is_the_same() -> None:
     """A GPU reports what went wrong when the result is fetched, a step or two on."""
     config = engine_config()
     runner = LateRunner(num_blocks=config.num_blocks, block_size=4, max_requests=config.max_requests)
+    runner.runs_at_launch = False
     rig = Rig(Engine(config, runner, FakeTokenizer()), runner)
     async with anyio.create_task_group() as tasks:
         await tasks.start(rig.engine.run)

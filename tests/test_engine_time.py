@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from megallm.core_async.engine import DEPTH
 from megallm.core_async.messages import Completion
-from tests.engines import engine_config, running
+from tests.engines import running
 from tests.fakes import continuation
 
 HOUR_S = 3_600.0
@@ -118,7 +118,7 @@ async def test_an_engine_whose_readers_are_slow_still_comes_to_rest(autojump_clo
 @pytest.mark.trio
 async def test_the_next_plan_is_launched_while_one_runs(autojump_clock: MockClock) -> None:
     """Planning and text hide behind the forward pass; a third plan would only know less."""
-    async with running(step_s=10.0) as rig:
+    async with running(step_s=10.0, runs_at_launch=False) as rig:
         outbox = await rig.engine.submit([rig.request([5], 20)])
         await anyio.sleep(5)
         assert len(rig.runner.plans) == DEPTH == 2
@@ -128,9 +128,13 @@ async def test_the_next_plan_is_launched_while_one_runs(autojump_clock: MockCloc
 
 
 @pytest.mark.trio
-async def test_a_step_takes_the_models_time_and_no_more(autojump_clock: MockClock) -> None:
+@pytest.mark.parametrize("runs_at_launch", [True, False], ids=["as a CPU", "as a GPU"])
+async def test_a_step_takes_the_models_time_and_no_more(
+    autojump_clock: MockClock,
+    runs_at_launch: bool,  # noqa: FBT001 - pytest passes it by name
+) -> None:
     """Twenty tokens of a model that takes a second a step are there after twenty seconds."""
-    async with running(step_s=1.0) as rig:
+    async with running(step_s=1.0, runs_at_launch=runs_at_launch) as rig:
         began = anyio.current_time()
         (completion,) = await rig.complete(rig.request([5], 20))
         assert anyio.current_time() - began == pytest.approx(20)
@@ -143,11 +147,14 @@ async def test_a_step_takes_the_models_time_and_no_more(autojump_clock: MockCloc
 
 @pytest.mark.trio
 @pytest.mark.parametrize("left_at_s", [0.5, 1.5, 7.25])
+@pytest.mark.parametrize("runs_at_launch", [True, False], ids=["as a CPU", "as a GPU"])
 async def test_blocks_of_a_cancelled_request_are_free_by_the_next_step(
-    autojump_clock: MockClock, left_at_s: float
+    autojump_clock: MockClock,
+    left_at_s: float,
+    runs_at_launch: bool,  # noqa: FBT001 - pytest passes it by name
 ) -> None:
     """While the neighbours go on as if nothing had happened."""
-    async with running(engine_config(num_blocks=64), step_s=1.0) as rig:
+    async with running(step_s=1.0, runs_at_launch=runs_at_launch) as rig:
         neighbour: list[Completion] = []
 
         async def stay() -> None:

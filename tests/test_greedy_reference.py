@@ -6,7 +6,7 @@ The reference was made once by transformers, see tests/models/make_reference.py:
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ PROMPTS = [case.prompt for case in CASES]
 
 @pytest.fixture(scope="module", autouse=True)
 def _both_cores() -> Iterator[None]:
-    """Computes on two threads where the machine is quiet: half the minute; elsewhere they stall each other."""
+    """Computes on two threads where the machine is quiet; on a busy one they would stall each other."""
     before = torch.get_num_threads()
     if (os.cpu_count() or 1) > 1 and os.getloadavg()[0] < 1.5:
         torch.set_num_threads(2)
@@ -57,7 +57,7 @@ def _both_cores() -> Iterator[None]:
 @contextmanager
 def engine(
     demo_model: tuple[Any, Any], *, num_tokens: int = 8_192, **settings: Any
-) -> Iterator[MegatronLLM]:  # Any: megatron's model, and fields of many types
+) -> Generator[MegatronLLM]:  # Any: megatron's model, and fields of many types
     """Runs the demo model with a cache of `num_tokens` tokens; all its blocks are free in the end."""
     model, tokenizer = demo_model
     fields: dict[str, Any] = {
@@ -73,7 +73,7 @@ def engine(
 
 @pytest.fixture(scope="module")
 def roomy(demo_model: tuple[Any, Any]) -> Iterator[MegatronLLM]:  # Any: megatron's model is untyped
-    """Gives an engine with room for everything, which has run once: kernels are compiled at the first step."""
+    """Gives an engine with room for everything, which has run once: the first step compiles kernels."""
     with engine(demo_model) as llm:
         llm.generate([PROMPTS[0]], greedy(1))
         yield llm
@@ -119,7 +119,7 @@ def test_a_call_of_its_own(roomy: MegatronLLM, case: Case) -> None:
 
 def test_a_pool_so_small_that_requests_are_preempted(demo_model: tuple[Any, Any]) -> None:
     """Those that lose their blocks compute prompt and output again, and go on where they were."""
-    with engine(demo_model, num_tokens=1_600) as llm:
+    with engine(demo_model, num_tokens=3_200) as llm:
         stats = expect_reference(llm, CASES)
         assert stats.preemptions > 0
 

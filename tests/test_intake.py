@@ -167,6 +167,15 @@ def test_no_room_for_output_is_nothing_to_run_and_no_error(
     assert (entry.request, entry.error) == (None, None)
 
 
+def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
+    """Its first token has no log-probability; a request that yields nothing would never be heard of again."""
+    scoring = with_fields(num_tokens_to_generate=0, return_log_probs=True)
+    call = prepared([[1], [1, 2]], scoring)
+    assert [entry.request is None for entry in call.entries] == [True, False]
+    assert call.requests[0].max_new_tokens == 0
+    assert call.requests[0].scores_prompt
+
+
 # ---- parameters --------------------------------------------------------------------------------
 
 

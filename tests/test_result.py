@@ -14,7 +14,7 @@ import megallm
 from megallm.core_async.errors import InvalidRequestError
 from megallm.core_async.intake import Entry, Intake
 from megallm.core_async.messages import Completion, RequestId
-from megallm.core_async.result import Result, completed_result, empty_result, failed_result
+from megallm.core_async.result import Result, Times, completed_result, empty_result, failed_result
 from megallm.core_async.sampling_params import SamplingParams
 from megallm.core_async.tokenizers import TokenizerAdapter
 from tests.engines import engine_config
@@ -31,7 +31,9 @@ def entry_of(prompt: object) -> Entry:
     return call.entries[0]
 
 
-def completed(prompt: object = "AB", **changes: Any) -> Result:  # Any: fields of several types
+def completed(
+    prompt: object = "AB", *, tracks_pauses: bool = False, **changes: Any
+) -> Result:  # Any: fields of several types
     """Gives the result of a prompt that got three tokens between 12 and 16 s, submitted at 10 s."""
     fields: dict[str, Any] = {
         "request_id": RequestId(7),
@@ -44,7 +46,8 @@ def completed(prompt: object = "AB", **changes: Any) -> Result:  # Any: fields o
         "last_token_s": 16.0,
         **changes,
     }
-    return completed_result(entry_of(prompt), Completion(**fields), ADAPTER, submitted_s=10.0)
+    times = Times(submitted_s=10.0, epoch_s=1_000.0, tracks_pauses=tracks_pauses)
+    return completed_result(entry_of(prompt), Completion(**fields), ADAPTER, times)
 
 
 def failed(prompt: object) -> Result:
@@ -76,7 +79,7 @@ def test_a_completed_result_has_every_field() -> None:
     assert (result.finish_reason, result.stop_reason) == ("length", None)
     assert (result.ttft, result.latency, result.tpot) == (2.0, 6.0, [2.0])
     assert result.sampling_params == PARAMS
-    assert event_types(result) == [DynamicInferenceEventType.FINISH]
+    assert event_types(result) == [DynamicInferenceEventType.ADD_ENGINE, DynamicInferenceEventType.FINISH]
 
 
 def test_prompt_tokens_are_an_int64_tensor_on_the_cpu() -> None:
@@ -142,6 +145,32 @@ def test_an_empty_result_has_completed() -> None:
     assert (result.status, result.finish_reason) == (Status.COMPLETED, "length")
     assert (result.generated_tokens, result.generated_text, result.generated_length) == ([], "", 0)
     assert event_types(result) == [DynamicInferenceEventType.FINISH]
+
+
+def test_events_come_in_order_with_wall_times() -> None:
+    """Traces of many requests are laid side by side; tokens and pauses are there for those who ask."""
+    happened = (("add_context", 11.0), ("pause", 13.0), ("evict", 14.0), ("add_context", 15.0))
+    kinds = DynamicInferenceEventType
+    result = completed(events=happened)
+    expected = [kinds.ADD_ENGINE, kinds.ADD_CONTEXT, kinds.EVICT, kinds.ADD_CONTEXT, kinds.FINISH]
+    assert event_types(result) == expected
+    assert [event.timestamp for event in result.events[:-1]] == [1_010.0, 1_011.0, 1_014.0, 1_015.0]
+    assert kinds.PAUSE in event_types(completed(events=happened, tracks_pauses=True))
+    result = completed(events=happened, token_times=[12.0, 13.5, 16.0])
+    tokens = [event for event in result.events if event.type is kinds.GENERATED_TOKEN]
+    assert [event.payload for event in tokens] == [{"token_id": 35}, {"token_id": 36}, {"token_id": 37}]
+    times = [event.timestamp for event in result.events[:-1]]
+    assert times == [1_010.0, 1_011.0, 1_012.0, 1_013.5, 1_014.0, 1_015.0, 1_016.0]
+
+
+def test_segments_are_the_texts_of_single_tokens() -> None:
+    """Where they are asked for."""
+    entry = entry_of("AB")
+    entry.params = SamplingParams(return_segments=True)
+    completion = Completion(RequestId(7), "CD", [35, 36], "length", None, 0, 1.0, 2.0)
+    result: Any = completed_result(entry, completion, ADAPTER, Times(0.0, 0.0))
+    assert result.segments == ["A", "B", "C", "D"]
+    assert result.generated_segments == ["C", "D"]
 
 
 def test_every_result_prints() -> None:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from megallm.core_async import structured
 from megallm.core_async.structured import grammar_of
 
+SCHEMA = '{"type": "object", "properties": {"b": {}, "a": {}}}'
+
 
 def grammar(**fields: object) -> dict[str, Any]:
     """Gives the one grammar that some fields become."""
@@ -50,9 +52,9 @@ def test_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "given",
     [
-        {"type": "object", "properties": {"b": {}, "a": {}}},
-        '{"type": "object", "properties": {"b": {}, "a": {}}}',
-        SimpleNamespace(model_json_schema=lambda: {"type": "object", "properties": {"b": {}, "a": {}}}),
+        json.loads(SCHEMA),
+        SCHEMA,
+        SimpleNamespace(model_json_schema=lambda: json.loads(SCHEMA)),
     ],
     ids=["dict", "text", "pydantic"],
 )
@@ -90,6 +92,7 @@ def test_whitespace_in_json_is_bounded_unless_the_schema_says_otherwise() -> Non
         ({"enum": ["x" * 70_000]}, "json_schema has 70,0.. bytes, the limit is 65,536"),
         (nested(102), "json_schema is nested more than 100 deep"),
         ("[" * 60_000, "json_schema is nested more than 100 deep"),
+        ({"properties": {str(number): {} for number in range(1001)}}, "object of 1,001 properties"),
         ({"multipleOf": 10_007}, "multipleOf of 10,007"),
         ({"multipleOf": 1.23456}, "multipleOf of 123,456"),
         ({"allOf": [{"multipleOf": 97}, {"multipleOf": 109}]}, "multipleOf of 10,573"),
@@ -122,7 +125,11 @@ def test_patterns_count_through_references() -> None:
 @pytest.mark.parametrize("target", ["#", "#/$defs/loop", "#/missing", "#/allOf/7", "elsewhere#/x"])
 def test_a_reference_to_itself_or_to_nothing_is_left_to_llguidance(target: str) -> None:
     """A tree refers to itself; what is wrong with the others, llguidance says best."""
-    schema = {"$ref": target, "allOf": [{}], "$defs": {"loop": {"allOf": [{"$ref": "#/$defs/loop"}]}}}
+    schema: dict[str, Any] = {
+        "$ref": target,
+        "allOf": [{}],
+        "$defs": {"loop": {"allOf": [{"$ref": "#/$defs/loop"}]}},
+    }
     assert grammar(json_schema=schema)["json_schema"]["$ref"] == target
 
 
@@ -192,7 +199,7 @@ def test_a_grammar_is_lark_or_gbnf() -> None:
 
 
 def test_a_long_message_is_cut_to_its_point() -> None:
-    """llguidance quotes the expression, and points at the fault on lines of their own."""
+    """The library quotes the expression, and points at the fault on lines of their own."""
     quoted = "at 1(8): regex parse error:\n    (\n    ^\nerror: unclosed group\n<non-verbose/>"
     assert structured.shortened(quoted) == "unclosed group"
     assert structured.shortened("at 12(3): " + "x" * 500) == "x" * structured.MAX_MESSAGE + "..."

@@ -187,14 +187,18 @@ def test_what_the_end_says_reaches_the_reader() -> None:
     """Why it ended, what was cached, how often it yielded, and under which weights it was computed."""
     rig = Rig()
     outbox = rig.open(TextSpec(RequestId(1)))
-    end = Finished(RequestId(1), "abort", None, 4, 2, ((0, 1),), ((0, 1), (3, 2)))
+    end = Finished(
+        RequestId(1),
+        "abort",
+        num_cached_tokens=4,
+        num_preemptions=2,
+        policy_epoch=((0, 1),),
+        kv_cache_epoch=((0, 1), (3, 2)),
+    )
     rig.feed({1: 0}, end)
     completion = completion_of(outbox)
-    assert (completion.finish_reason, completion.num_cached_tokens, completion.num_preemptions) == (
-        "abort",
-        4,
-        2,
-    )
+    told = (completion.finish_reason, completion.num_cached_tokens, completion.num_preemptions)
+    assert told == ("abort", 4, 2)
     assert (completion.policy_epoch, completion.kv_cache_epoch) == (((0, 1),), ((0, 1), (3, 2)))
 
 

@@ -30,7 +30,7 @@ def whole_sequence_attention(layer: Megatron) -> Attend:
     core = layer.self_attention.core_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return core.forward(query[:, None], key[:, None], value[:, None])[:, 0]
+        return core.forward(query.flatten(1, -2)[:, None], key[:, None], value[:, None])[:, 0]
 
     return attend
 

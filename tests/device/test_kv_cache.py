@@ -1,5 +1,7 @@
 """Blocks, slots, and the memory behind them."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -71,3 +73,13 @@ def test_released_cache_comes_back_and_the_layers_stay_the_same_objects(keeps: b
     assert all(layer.values.shape[:2] == (5, 3) for layer in layers)
     if keeps:
         assert all(bool((layer.flat_values == 3).all()) for layer in layers)
+
+
+def test_contents_kept_before_are_let_go_when_the_cache_is_closed() -> None:
+    """Shutdown while suspended must give the host memory back too."""
+    paged = cache()
+    kept = weakref.ref(paged.layers[0].keys)
+    paged.release(keep_contents=True)
+    assert kept() is not None, "on a CPU they stay where they are"
+    paged.release(keep_contents=False)
+    assert kept() is None

@@ -25,7 +25,7 @@ def rows_with_tables(max_requests: int = 6) -> Rows:
     rows.block_tables[:] = (
         np.random.default_rng(0).permutation(rows.block_tables.size).reshape(rows.block_tables.shape)
     )
-    rows.last_tokens.copy_(torch.arange(max_requests) + 100)
+    rows.last_tokens[:max_requests] = torch.arange(max_requests) + 100
     return rows
 
 

@@ -128,8 +128,14 @@ async def test_a_deferred_ask_can_still_be_refused() -> None:
 async def test_only_an_ask_in_hand_can_be_deferred() -> None:
     """Nobody waits for the reply of a tell, and between messages there is none."""
     door = Door()
-    with pytest.raises(AssertionError, match="no message is in hand"):
-        door.defer()
+    door.address.tell(Open())
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(door.run)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(AssertionError, match="no message is in hand"):
+            door.defer()
+        tasks.cancel_scope.cancel()
+    door = Door()
     door.address.tell(Wait())
     with pytest.raises(AssertionError, match="Wait was told, not asked: nobody waits for a reply"):
         await door.run()

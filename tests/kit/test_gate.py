@@ -107,3 +107,17 @@ async def test_allowing_and_forbidding_call_the_pump() -> None:
         await anyio.wait_all_tasks_blocked()
         assert pump.num_runs == 2
         tasks.cancel_scope.cancel()
+
+
+async def test_what_is_allowed_and_forbidden_is_counted_and_what_is_needed_is_not() -> None:
+    """The pump reports by which order it came to rest; work that comes meanwhile is no order."""
+    gate = Gate()
+    gate.allow()
+    gate.forbid()
+    gate.call()
+    assert gate.order == 3
+    gate.rest()
+    gate.need()
+    assert gate.order == 3
+    assert gate.is_open
+    assert not gate.is_allowed

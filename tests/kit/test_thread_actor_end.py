@@ -7,7 +7,9 @@ from typing import ClassVar
 
 import anyio
 import pytest
+from anyio.abc import TaskStatus
 
+from megallm.core_async.kit.supervisor import Supervisor
 from tests.askers import Outcomes
 from tests.checkpoints import AtAwait
 from tests.freed import open_descriptors
@@ -155,6 +157,48 @@ async def test_a_thread_that_hangs_is_left_behind_with_a_warning(caplog: pytest.
     assert actor.events == ["start", "handle", "stop"]
     gc.collect()  # trio keeps the cancelled wait in a cycle
     assert open_descriptors() == before
+
+
+async def test_a_cleanup_that_hangs_after_a_failure_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    """A device that has failed is the likeliest to hang; its askers must hear of the failure all the same."""
+    hold = Hold()
+    actor = Impatient(stop=hold)
+    outcomes = Outcomes()
+    async with anyio.create_task_group() as outside:
+        with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="broken")):
+            async with anyio.create_task_group() as tasks:
+                await tasks.start(actor.run)
+                await anyio.wait_all_tasks_blocked()
+                await outcomes.ask(outside, actor.address, Call(boom))
+    assert [str(error) for error in outcomes.errors] == ["caller failed: ValueError('broken')"]
+    assert "is left behind" in caplog.text
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "megallm-caller"]
+    hold.release()
+    thread.join()
+
+
+async def test_its_own_failure_comes_before_those_that_follow_from_it() -> None:
+    """Whoever finds it gone fails as well; the supervisor has to hear of the cause first."""
+    actor = Caller(stop=(hold := Hold()))
+    failures: list[Exception] = []
+
+    async def ask_again(*, task_status: TaskStatus[None]) -> None:
+        task_status.started()
+        await hold.begun()  # it has failed and cleans up
+        hold.release()
+        while True:
+            await actor.address.ask(Call(nothing))
+
+    async def supervise() -> None:
+        async with Supervisor(failures.append) as supervisor:
+            await supervisor.start("caller", actor.run)
+            await supervisor.start("asker", ask_again)
+            actor.address.tell(Call(boom))
+            await anyio.sleep_forever()
+
+    with pytest.raises(ValueError, match="broken"):
+        await supervise()
+    assert [type(failure) for failure in failures] == [ValueError]
 
 
 @pytest.mark.parametrize("nth", range(1, 8))

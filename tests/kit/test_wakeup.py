@@ -48,10 +48,13 @@ async def test_a_wake_ends_the_wait() -> None:
     wakeup.close()
 
 
-async def test_a_wake_before_the_wait_is_kept() -> None:
+@pytest.mark.parametrize("num_turns", [0, 3])
+async def test_a_wake_before_the_wait_is_kept(num_turns: int) -> None:
     """The loop looks for news, finds none, and begins to wait: what comes in between must not be lost."""
     wakeup = open_wakeup()
     on_thread(wakeup.wake)
+    for _ in range(num_turns):
+        await anyio.lowlevel.checkpoint()
     await wakeup.wait()
     wakeup.close()
 

@@ -1,4 +1,4 @@
-"""A roster, a watched pool and the fake model, gone round as the engine goes, without actors and without a loop."""
+"""A roster, a watched pool and the fake model, gone round as the engine goes: no actors, no loop."""
 
 from collections import deque
 from dataclasses import dataclass, field

@@ -58,6 +58,7 @@ def build(  # the constructor's arguments, which are the public API
     coordinator_port: int | None,
     inference_wrapper_cls: type | None,
     attention_backend: str,
+    batch_invariant: bool,
 ) -> Parts:
     """Checks everything and gives the parts.
 
@@ -69,7 +70,9 @@ def build(  # the constructor's arguments, which are the public API
     _check_wrapper(inference_wrapper_cls)
     settings = InferenceConfig() if inference_config is None else inference_config
     _warn_of_unused(settings)
-    config = EngineConfig.derive(settings, _limits_of(model), attention_backend=attention_backend)
+    config = EngineConfig.derive(
+        settings, _limits_of(model), attention_backend=attention_backend, batch_invariant=batch_invariant
+    )
     adapter = TokenizerAdapter(tokenizer)
     engine = Engine(config, TorchRunner(model, config), adapter)
     return Parts(engine, Intake(config, adapter, engine.next_request_id), adapter)

@@ -91,10 +91,17 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     tracks_pauses: bool = False
     """Results carry an event for each step that a request sat out for want of a block."""
     attention_backend: str = "auto"
+    batch_invariant: bool = False
+    """Log-probs of generated tokens are equal to the bit to those of scoring the text."""
 
     @classmethod
     def derive(
-        cls, settings: InferenceSettings, model: ModelLimits, *, attention_backend: str = "auto"
+        cls,
+        settings: InferenceSettings,
+        model: ModelLimits,
+        *,
+        attention_backend: str = "auto",
+        batch_invariant: bool = False,
     ) -> Self:
         """Gives the limits for a model; what was lowered to fit is logged.
 
@@ -121,6 +128,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             tracks_pauses=settings.track_paused_request_events,
             processes_log_probs=_processes_log_probs(settings),
             attention_backend=attention_backend,
+            batch_invariant=batch_invariant,
         )
 
 

@@ -43,6 +43,7 @@ class LLMBase:
         coordinator_port: int | None,
         inference_wrapper_cls: type | None,
         attention_backend: str,
+        batch_invariant: bool,
     ) -> None:
         """Checks every argument.
 
@@ -57,6 +58,7 @@ class LLMBase:
             coordinator_port=coordinator_port,
             inference_wrapper_cls=inference_wrapper_cls,
             attention_backend=attention_backend,
+            batch_invariant=batch_invariant,
         )
         self._use_coordinator = use_coordinator
 

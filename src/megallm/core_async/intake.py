@@ -93,7 +93,8 @@ class Intake:
         """Tokenises one prompt and writes its request, or why there is none."""
         entry.token_ids = self._token_ids(entry.prompt, resolved)
         max_new = self._max_new_tokens(entry, resolved)
-        if entry.error is not None or not (max_new or resolved.scores_prompt):
+        has_scores = resolved.scores_prompt and len(entry.token_ids) > 1  # the first token has none
+        if entry.error is not None or not (max_new or has_scores):
             return
         sampling = resolved.sampling
         if not resolved.has_seed:
@@ -115,7 +116,7 @@ class Intake:
                 tracks_tokens=self._config.tracks_tokens,
             ),
             min_new_tokens=min(resolved.min_new, max_new),
-            scores_prompt=resolved.scores_prompt,
+            scores_prompt=has_scores,
             priority=resolved.priority,
             salt=resolved.salt,
         )

@@ -48,6 +48,7 @@ class MegatronAsyncLLM(LLMBase):
         inference_wrapper_cls: type | None = None,
         attention_backend: str = "auto",
         loop: Backend = "asyncio",
+        batch_invariant: bool = False,
     ) -> None:
         """Checks every argument; the engine starts at `async with` or at the first call.
 
@@ -62,6 +63,7 @@ class MegatronAsyncLLM(LLMBase):
             coordinator_port=coordinator_port,
             inference_wrapper_cls=inference_wrapper_cls,
             attention_backend=attention_backend,
+            batch_invariant=batch_invariant,
         )
         self._backend: Backend = loop
         self._tasks: TaskGroup | None = None

@@ -28,6 +28,8 @@ step of a chain of references: 64 KB of them overflow a usual stack of 8 MiB, wh
 64 MiB."""
 NUM_PROBED: Final = 4
 """Tokens tried after compiling: some grammars compile and exceed a limit with the first token."""
+MAX_FORCED: Final = 512
+"""Bytes of a forced text that are tokenised; llguidance asks for it all before each token and uses the first."""
 
 _stack_size_lock: Final = threading.Lock()
 """The size of the next thread's stack is a setting of the whole process."""
@@ -263,6 +265,7 @@ class _Vocabulary:
         The tokenizer's own, as a model knows them from training; or the longest tokens that fit, where it
         would write something else, as a special token for its spelling.
         """
+        text = text[:MAX_FORCED].decode(errors="ignore").encode()
         ids = self._adapter.tokenize(text.decode())
         is_faithful = b"".join(self.tokens[token_id] for token_id in ids) == text
         return ids if is_faithful and not self._special.intersection(ids) else self._longest(text)

@@ -52,6 +52,9 @@ def empty_result(entry: Entry, tokenizer: TokenizerAdapter) -> Result:
     result.status = Status.COMPLETED
     result.finish_reason = "length"
     result.latency = 0.0
+    if entry.params.return_log_probs:
+        lists: Any = result  # Any: megatron declares tensors here and gives lists
+        lists.generated_log_probs, lists.prompt_log_probs = [], []
     result.add_event_finish()
     return result
 

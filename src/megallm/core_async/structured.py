@@ -19,7 +19,7 @@ type Json = dict[str, Json] | list[Json] | str | int | float | bool | None
 FIELDS: Final = ("json_schema", "regex", "choice", "grammar")
 
 MAX_BYTES: Final = 65_536
-"""Of a schema, an expression, a grammar, or all choices. An object of 5,000 properties, 140 KB, takes 4 s."""
+"""Of a schema, an expression, a grammar, or all choices: what larger ones take grows with the square."""
 MAX_DEPTH: Final = 100
 """Objects and lists inside each other in a schema; llguidance's reader gives up at 128."""
 MAX_PATTERNS: Final = 8
@@ -27,6 +27,8 @@ MAX_PATTERNS: Final = 8
 MAX_MULTIPLE: Final = 10_000
 """`multipleOf` without its decimal point, or the product of those that must hold together: so many states has
 the number's automaton, and 100,000 take two seconds."""
+MAX_PROPERTIES: Final = 1000
+"""Of one object. Compiling 3,000 takes two seconds; of more than 250, most have to be required."""
 MAX_RULES: Final = 500
 """Of a grammar. One step through 3,000 rules that may all be empty takes 2 s, 500 take half a second."""
 MAX_MESSAGE: Final = 200
@@ -198,22 +200,31 @@ def _check_schema(field: str, schema: Json) -> None:
     for node, depth in _nodes(schema):
         if depth > MAX_DEPTH:
             raise _too_deep(field)
-        if not isinstance(node, dict):
-            continue
-        try:
-            weight = weights.of(node)
-        except RecursionError as error:
-            raise ValueError(f"{field} has too long a chain of $ref; make it shorter") from error
-        if weight.patterns > MAX_PATTERNS:
-            raise ValueError(
-                f"{field} asks for {weight.patterns} patterns and formats at once,"
-                f" the limit is {MAX_PATTERNS}; take some out of its allOf"
-            )
-        if weight.multiple > MAX_MULTIPLE:
-            raise ValueError(
-                f"{field} has a multipleOf of {weight.multiple:,} steps (the digits, times those that must"
-                f" hold with it), the limit is {MAX_MULTIPLE:,}; take it out and check the number yourself"
-            )
+        if isinstance(node, dict):
+            _check_object(field, node, weights)
+
+
+def _check_object(field: str, node: dict[str, Json], weights: "_Weights") -> None:
+    properties = node.get("properties")
+    if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+        raise ValueError(
+            f"{field} has an object of {len(properties):,} properties, the limit is {MAX_PROPERTIES:,};"
+            " divide it into several"
+        )
+    try:
+        weight = weights.of(node)
+    except RecursionError as error:
+        raise ValueError(f"{field} has too long a chain of $ref; make it shorter") from error
+    if weight.patterns > MAX_PATTERNS:
+        raise ValueError(
+            f"{field} asks for {weight.patterns} patterns and formats at once, the limit is {MAX_PATTERNS};"
+            " take some out of its allOf"
+        )
+    if weight.multiple > MAX_MULTIPLE:
+        raise ValueError(
+            f"{field} has a multipleOf of {weight.multiple:,} steps (the digits, times those that must hold"
+            f" with it), the limit is {MAX_MULTIPLE:,}; take it out and check the number yourself"
+        )
 
 
 def _too_deep(field: str) -> ValueError:

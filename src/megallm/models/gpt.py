@@ -20,6 +20,9 @@ from torch.nn.functional import silu
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
 from megallm.models.checkpoint import Checkpoint, Hyperparameters
 
+_RANDOM_DEVIATION = 0.02
+"""Of random weights: what models are initialised with."""
+
 
 def build_gpt(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> GPTModel:
     """Builds the model on `device`, in eval mode, its parameters frozen, `dtype` and filled.
@@ -29,16 +32,34 @@ def build_gpt(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.devic
 
     Raises: UnsupportedModelError when the parallel state splits a model over ranks.
     """
+    model = _unfilled_gpt(checkpoint.hyperparameters, dtype, device)
+    _fill(model, checkpoint)
+    return model
+
+
+def random_gpt(size: Hyperparameters, *, dtype: torch.dtype, device: torch.device) -> GPTModel:
+    """Builds a model with random weights, as `build_gpt` does: what a model costs depends on its shape.
+
+    Raises: UnsupportedModelError when the parallel state splits a model over ranks.
+    """
+    model = _unfilled_gpt(size, dtype, device)
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, _RANDOM_DEVIATION, generator=generator)
+        else:
+            parameter.data.fill_(1)
+    return model
+
+
+def _unfilled_gpt(size: Hyperparameters, dtype: torch.dtype, device: torch.device) -> GPTModel:
     _refuse_split_models()
-    size = checkpoint.hyperparameters
     if device.type == "cuda":
         with torch.cuda.device(device):
             model = _empty_gpt(size, dtype, is_on_cpu=False)
     else:
         model = _empty_gpt(size, dtype, is_on_cpu=True)
-    model.to(dtype).eval().requires_grad_(requires_grad=False)
-    _fill(model, checkpoint)
-    return model
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
 
 
 def _refuse_split_models() -> None:

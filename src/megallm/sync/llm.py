@@ -40,6 +40,7 @@ class MegatronLLM(LLMBase):
         inference_wrapper_cls: type | None = None,
         attention_backend: str = "auto",
         loop: Backend = "asyncio",
+        batch_invariant: bool = False,
     ) -> None:
         """Checks every argument and starts the engine; on failure nothing is left running.
 
@@ -54,6 +55,7 @@ class MegatronLLM(LLMBase):
             coordinator_port=coordinator_port,
             inference_wrapper_cls=inference_wrapper_cls,
             attention_backend=attention_backend,
+            batch_invariant=batch_invariant,
         )
         self._host = EngineHost(self._parts.engine, loop)
         self._finalizer: weakref.finalize[..., object] = self._host.close_with(self)

@@ -1,5 +1,8 @@
 """Which attention and which arithmetic a model runs on: by the user's word, device, dtype and layers."""
 
+import importlib.util
+import logging
+
 import torch
 from msgspec import Struct
 
@@ -12,11 +15,18 @@ from megallm.core_async.device.model import ModelShape
 from megallm.core_async.errors import UnsupportedModelError
 
 
+log = logging.getLogger(__name__)
+
+
 class Backend(Struct, frozen=True, eq=False):
     """What a bound model computes with."""
 
     attention: Attention
     ops: LayerOps
+    is_batch_invariant: bool = False
+    """A dense layer's row is the same to the bit whatever rows are computed beside it."""
+    is_capturable: bool = False
+    """A step of decode rows can be captured as a CUDA graph."""
 
 
 def check_backend(name: str, device: torch.device) -> None:
@@ -40,7 +50,7 @@ def backend_for(
     check_backend(name, model.device)
     sdpa = SdpaAttention(block_size)
     if model.device.type != "cpu":
-        return Backend(attention=sdpa, ops=TorchOps())
+        return _cuda_backend(name, model, sdpa)
     kernels = load_kernels() if kernels is None else kernels
     cpu = CpuAttention(kernels)
     reasons = refusals(cpu, model.attention_layers)
@@ -51,8 +61,31 @@ def backend_for(
     else:
         ops = CpuOps(kernels) if kernels.is_compiled else ColumnMajorOps()
     takes_cpu = name == "cpu" or (name == "auto" and isinstance(ops, CpuOps) and not reasons)
-    return Backend(attention=cpu if takes_cpu else sdpa, ops=ops)
+    is_batch_invariant = takes_cpu and isinstance(ops, CpuOps)
+    return Backend(attention=cpu if takes_cpu else sdpa, ops=ops, is_batch_invariant=is_batch_invariant)
+
+
+def _cuda_backend(name: str, model: ModelShape, sdpa: SdpaAttention) -> Backend:
+    if name == "sdpa" or not _has_triton():
+        return Backend(attention=sdpa, ops=TorchOps())
+    # imported here, since Triton is where CUDA is
+    from megallm.core_async.device.attention_triton import TritonAttention, TritonOps  # noqa: PLC0415
+
+    triton = TritonAttention()
+    reasons = refusals(triton, model.attention_layers)
+    if name == "triton" and reasons:
+        raise UnsupportedModelError(f"attention_backend 'triton' can't run this model: {'; '.join(reasons)}")
+    if reasons:
+        log.info("attention: sdpa, since triton can't run this model: %s", "; ".join(reasons))
+        return Backend(attention=sdpa, ops=TritonOps())
+    return Backend(attention=triton, ops=TritonOps(), is_capturable=True)
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _names(device: torch.device) -> list[str]:
-    return ["auto", "sdpa", "cpu"] if device.type == "cpu" else ["auto", "sdpa"]
+    if device.type == "cpu":
+        return ["auto", "sdpa", "cpu"]
+    return ["auto", "sdpa", "triton"] if _has_triton() else ["auto", "sdpa"]

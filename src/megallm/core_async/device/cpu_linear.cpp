@@ -54,11 +54,10 @@ inline void store_sums(const Vector* sums, Output y) {
   if constexpr (left > count) store_sums<M, N, First + count>(sums, y);
 }
 
-// One tile of outputs; `w[n]` is the n-th row of the other operand. On its way along k it also fetches
-// `Fetch` rows from `next` on, and as many N rows further on, so that each is asked for twice: one request
-// alone is often dropped.
-template <int M, int N, int Fetch, typename RowsOfW>
-inline void product_tile(Rows x, const RowsOfW& w, int64_t k_size, Rows next, Output y) {
+// One tile of outputs. On its way along k it also fetches `Fetch` rows from `next` on, and as many N rows
+// further on, so that each is asked for twice: one request alone is often dropped.
+template <int M, int N, int Fetch>
+inline void product_tile(Rows x, Rows w, int64_t k_size, Rows next, Output y) {
   Vector sums[M * N];
   UNROLL for (int i = 0; i < M * N; i++) sums[i] = Vector{};
   const float* w_rows[N];
@@ -85,10 +84,10 @@ inline void product_tile(Rows x, const RowsOfW& w, int64_t k_size, Rows next, Ou
 
 // `N` columns of outputs for any number of rows. The tiles share in fetching the N rows from `next` on, Fetch
 // each: fetched all by the first tile, they would keep it waiting.
-template <int N, int Fetch, typename RowsOfW>
-inline void product_columns(Rows x, int64_t m_size, const RowsOfW& w, int64_t k_size, Rows next, Output y) {
+template <int N, int Fetch>
+inline void product_columns(Rows x, int64_t m_size, Rows w, int64_t k_size, Rows next, Output y) {
   int64_t m = 0;
-  for (int fetched = 0; m + kTileRows <= m_size && fetched < N && Fetch > 0; m += kTileRows, fetched += Fetch) {
+  for (int fetched = 0; m + kTileRows <= m_size && fetched < N; m += kTileRows, fetched += Fetch) {
     product_tile<kTileRows, N, Fetch>(x.from(m), w, k_size, next.from(fetched), y.from(m));
   }
   for (; m + kTileRows <= m_size; m += kTileRows) {

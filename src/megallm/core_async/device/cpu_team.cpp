@@ -145,8 +145,8 @@ Team& team() {
 template <typename Loop>
 void parallel_for(int64_t threads, int64_t chunks, const Loop& loop) {
   team().run(
-      threads, chunks,
-      [](const void* body, int64_t chunk) { (*static_cast<const Loop*>(body))(chunk); }, &loop);
+      threads, chunks, [](const void* body, int64_t chunk) { (*static_cast<const Loop*>(body))(chunk); },
+      &loop);
 }
 
 }  // namespace

@@ -144,8 +144,8 @@ inline float largest_lane(Vector vector) {
 
 // ---- the exponential -----------------------------------------------------------------------------
 
-// e^x to about one unit in the last place; exactly 0 below -87, infinite above 88. Method and coefficients: S. Moshier,
-// Cephes, expf: x = n ln 2 + r, a polynomial in r, and n added to the exponent.
+// e^x to about one unit in the last place; exactly 0 below -87, infinite above 88. Method and coefficients:
+// S. Moshier, Cephes, expf: x = n ln 2 + r, a polynomial in r, and n added to the exponent.
 inline Vector exponential(Vector x) {
   const Vector clipped = x > 88.0f ? spread(88.0f) : (x < -87.0f ? spread(-87.0f) : x);
   const float round_to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits

@@ -97,8 +97,11 @@ class PagedCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_scratch: int = 0,
     ) -> None:
+        """`num_scratch`: blocks after the others, for rows that fill up a batch and mean nothing."""
         self.num_blocks = num_blocks
+        self._num_scratch = num_scratch
         self.block_size = block_size
         self.layers = [LayerCache() for _ in shapes]
         self._shapes = list(shapes)
@@ -112,7 +115,7 @@ class PagedCache:
         per_token = sum(
             shape.num_kv_heads * (shape.head_dim + shape.value_head_dim) for shape in self._shapes
         )
-        return self.num_blocks * self.block_size * per_token * self._dtype.itemsize
+        return (self.num_blocks + self._num_scratch) * self.block_size * per_token * self._dtype.itemsize
 
     def allocate(self) -> None:
         """Takes the device memory; its contents mean nothing yet."""
@@ -127,6 +130,7 @@ class PagedCache:
 
         On a CPU kept contents simply stay where they are.
         """
+        self._kept = None
         if keep_contents:
             self._kept = [(layer.keys.to("cpu"), layer.values.to("cpu")) for layer in self.layers]
         for layer in self.layers:
@@ -144,5 +148,5 @@ class PagedCache:
             layer.place(keys.to(self._device), values.to(self._device))
 
     def _empty(self, num_kv_heads: int, head_dim: int) -> Tensor:
-        shape = (self.num_blocks, self.block_size, num_kv_heads, head_dim)
+        shape = (self.num_blocks + self._num_scratch, self.block_size, num_kv_heads, head_dim)
         return torch.empty(shape, dtype=self._dtype, device=self._device)

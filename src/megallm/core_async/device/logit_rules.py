@@ -64,12 +64,16 @@ class LogitRules:
                 self._remember(setup)
             self._has_rule[setup.row] = bool(added) or self._line[setup.row] != _NO_LINE
 
+    def apply_to(self, rows: IntColumn) -> bool:
+        """Says whether any of some rows has a rule."""
+        return bool(self._has_rule[rows].any())
+
     def adjusted(self, logits: Tensor, rows: IntColumn, positions: IntColumn) -> Tensor:
         """Gives `[rows, vocab]` with the rows' rules applied: float32 and new, or `logits` itself if none.
 
         `positions` are the places that the next tokens take.
         """
-        if not self._has_rule[rows].any():
+        if not self.apply_to(rows):
             return logits
         logits = logits.to(torch.float32, copy=True)
         places = np.flatnonzero(self._line[rows] != _NO_LINE)

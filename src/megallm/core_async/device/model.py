@@ -107,6 +107,10 @@ class ModelHook:
             dtype=self._model.config.params_dtype,
             device=next(self._model.parameters()).device,
         )
+        self.is_dense = len(self._sites) == self.shape.num_layers and all(
+            _is_dense(site.layer) for site in self._sites
+        )
+        """Every layer runs as one function of its own: nothing in it asks the device for a number."""
         self.rope: RopeTable | None = None
         """What the attention backend turns by, while bound; None where it has nothing to turn."""
         self._swaps = Swaps()

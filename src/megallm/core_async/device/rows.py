@@ -38,6 +38,11 @@ class SamplingColumns(Struct, frozen=True, eq=False):
     wants_log_probs: NDArray[np.bool_]
     num_top: IntColumn
 
+    @property
+    def is_greedy(self) -> NDArray[np.bool_]:
+        """Which rows take their best token, and draw none."""
+        return (self.temperature == 0) | (self.top_k == 1)
+
     def take(self, places: IntColumn | NDArray[np.int64]) -> "SamplingColumns":
         """Gives the entries at `places`, copied."""
         return SamplingColumns(
@@ -63,7 +68,8 @@ class Rows:
         max_blocks = num_blocks_for(max_sequence_length, block_size)
         self.block_tables = np.zeros((max_requests, max_blocks), dtype=np.int32)
         """`[max_requests, max_blocks]`; what a row's request does not reach means nothing."""
-        self.last_tokens = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
+        """`[max_requests + 1]`; the last is for what fills up a batch."""
         self._sampling = SamplingColumns(
             temperature=np.ones(max_requests, dtype=np.float32),
             top_k=np.zeros(max_requests, dtype=np.int32),

@@ -4,7 +4,9 @@ Owns the model while it is bound, the paged cache and the rows' state. Knows the
 request, no policy, no megatron.
 """
 
+import logging
 import time
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +19,16 @@ from megallm.core_async.device.log_probs import LogProbs, joined, log_probs_of
 from megallm.core_async.device.logit_rules import LogitRules
 from megallm.core_async.device.model import ModelHook, ModelShape
 from megallm.core_async.device.queued_step import QueuedStep, StepTensors, StepTimes
-from megallm.core_async.device.rows import Rows
+from megallm.core_async.device.rows import Rows, column_of
 from megallm.core_async.device.sampler import Sampled, processed, sample
 from megallm.core_async.device.step_inputs import StepInputs, inputs_of
+from megallm.core_async.errors import UnsupportedModelError
 from megallm.core_async.messages import StepPlan
+
+if TYPE_CHECKING:
+    from megallm.core_async.device.decode_graphs import DecodeGraphs
+
+log = logging.getLogger(__name__)
 
 
 class TorchRunner:
@@ -38,6 +46,7 @@ class TorchRunner:
         self._cache = PagedCache(
             _cache_shapes(shape),
             num_blocks=config.num_blocks,
+            num_scratch=1 if shape.device.type == "cuda" else 0,
             block_size=config.block_size,
             dtype=shape.dtype,
             device=shape.device,
@@ -51,6 +60,8 @@ class TorchRunner:
         self._rules = LogitRules(
             max_requests=config.max_requests, vocab_size=config.vocab_size, device=shape.device
         )
+        self._graphs: DecodeGraphs | None = None
+        """Of decode steps; None where they run op by op."""
 
     @property
     def attention_name(self) -> str:
@@ -70,9 +81,16 @@ class TorchRunner:
 
     def start(self) -> None:
         """Binds the model and allocates the cache; see `protocols.Runner.start`."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # it is each thread's own
         backend = backend_for(
             self._config.attention_backend, self._hook.shape, block_size=self._config.block_size
         )
+        if self._config.batch_invariant and not (backend.is_batch_invariant and self._hook.is_dense):
+            raise UnsupportedModelError(
+                "batch_invariant=True is for float32 models of dense layers on a CPU, where the kernels could be"
+                " compiled (install g++); leave it off"
+            )
         with torch.inference_mode():
             self._cache.allocate()
             self._hook.bind(
@@ -82,14 +100,41 @@ class TorchRunner:
                 max_positions=self._config.max_sequence_length,
             )
         self._attention = backend.attention
+        if backend.is_capturable:
+            self._capture(backend.attention)
+
+    @torch.inference_mode()
+    def _capture(self, attention: Attention) -> None:
+        """Captures decode steps, where every layer's work is the same for every batch of a size."""
+        if not self._hook.is_dense:
+            log.info("decode steps run op by op: CUDA graphs are for models of dense layers alone")
+            return
+        # the kernels need Triton, which comes with torch's CUDA builds alone
+        from megallm.core_async.device.decode_graphs import DecodeGraphs  # noqa: PLC0415
+
+        config = self._config
+        self._graphs = DecodeGraphs(
+            self._hook,
+            attention,
+            self._rows,
+            vocab_size=config.vocab_size,
+            max_sequence_length=config.max_sequence_length,
+            block_size=config.block_size,
+            scratch_block=config.num_blocks,
+            device=self._device,
+        )
+        self._graphs.capture()
 
     def close(self) -> None:
         """Gives the user's model back as it was and frees the cache; may be called twice."""
+        self._graphs = None
         self._hook.unbind()
         self._cache.release(keep_contents=False)
 
     def release_cache(self, *, keep_contents: bool) -> None:
         """See `protocols.Runner.release_cache`."""
+        if self._graphs is not None:
+            self._graphs.drop()
         with torch.inference_mode():
             self._cache.release(keep_contents=keep_contents)
 
@@ -97,6 +142,8 @@ class TorchRunner:
         """See `protocols.Runner.restore_cache`."""
         with torch.inference_mode():
             self._cache.restore()
+            if self._graphs is not None:
+                self._graphs.capture()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> QueuedStep:
@@ -106,6 +153,10 @@ class TorchRunner:
         self._rules.set_up(plan.new_rows)
         if not plan.rows:
             return QueuedStep(plan.step, StepTensors(), StepTimes(prepare_s=time.perf_counter() - started))
+        if self._graphs is not None:
+            self._graphs.follow(plan)
+            if _only_decodes(plan):
+                return self._replayed(plan, self._graphs, started)
         inputs = inputs_of(
             plan, self._rows, block_size=self._config.block_size, device=self._device, rope=self._hook.rope
         )
@@ -130,6 +181,24 @@ class TorchRunner:
         )
         return QueuedStep(plan.step, tensors, times)
 
+    def _replayed(self, plan: StepPlan, graphs: "DecodeGraphs", started: float) -> QueuedStep:
+        """Queues a step of decode rows: one graph, and the sampler where a row wants more than its best token."""
+        rows, positions = column_of(plan.rows), column_of(plan.starts)
+        step = graphs.replay(rows, positions)
+        forwarded = time.perf_counter()
+        count = len(rows)
+        sampling = self._rows.sampling_of(rows)
+        log_probs: LogProbs | None = None
+        if sampling.is_greedy.all() and not sampling.wants_log_probs.any() and not self._rules.apply_to(rows):
+            sampled = Sampled(tokens=step.tokens[:count], is_finite=step.is_finite[:count])
+        else:
+            inputs = step.inputs_of(rows, positions, sampling, num_top=self._rows.num_top_of(rows))
+            sampled, log_probs = self._sampled(step.logits[:count], inputs)
+        times = StepTimes(
+            prepare_s=0.0, forward_s=forwarded - started, sample_s=time.perf_counter() - forwarded
+        )
+        return QueuedStep(plan.step, StepTensors(sampled=sampled, log_probs=log_probs), times)
+
     def _sampled(self, logits: Tensor, inputs: StepInputs) -> tuple[Sampled, LogProbs | None]:
         """Chooses the step's tokens, which are the rows' next inputs; and gives their log-probs if asked."""
         rows, sampling = inputs.host_sampled_rows, inputs.sampling
@@ -145,6 +214,12 @@ class TorchRunner:
     def _of_vocabulary(self, logits: Tensor) -> Tensor:
         """Leaves out the output layer's padding, which has logits and no tokens."""
         return logits[:, : self._config.vocab_size]
+
+
+def _only_decodes(plan: StepPlan) -> bool:
+    """Says whether each row computes the token that it sampled last, and samples the next, and no more."""
+    num_rows = len(column_of(plan.rows))
+    return plan.num_decode == num_rows and not plan.targets and plan.samples.count(1) == num_rows
 
 
 def _cache_shapes(shape: ModelShape) -> list[CacheShape]:

@@ -39,7 +39,7 @@ def sample(logits: Tensor, sampling: SamplingColumns, positions: IntColumn) -> S
 
     `positions` are the places in their sequences that the tokens take.
     """
-    is_greedy = (sampling.temperature == 0) | (sampling.top_k == 1)
+    is_greedy = sampling.is_greedy
     if is_greedy.all():
         tokens = _argmax(logits)
         best = logits.gather(1, tokens[:, None])[:, 0]

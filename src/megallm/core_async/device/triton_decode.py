@@ -180,7 +180,9 @@ def _attend_parts(
     value_dims = tl.arange(0, VALUE_WIDTH)
     is_head = group < GROUP
     query_at = row.to(tl.int64) * query_row + kv_head * query_kv_head + group[:, None] * query_head
-    queries = tl.load(query + query_at + dims[None, :], mask=is_head[:, None] & (dims < DIM)[None, :], other=0.0)
+    queries = tl.load(
+        query + query_at + dims[None, :], mask=is_head[:, None] & (dims < DIM)[None, :], other=0.0
+    )
     table = block_tables + tl.load(table_rows + row).to(tl.int64) * table_row
     best = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
     total = tl.zeros((GROUP_ROWS,), tl.float32)

@@ -226,7 +226,8 @@ def _attend_tiles(
         total = total * tl.exp2(best - new_best) + tl.exp2(sink - new_best)
         mixed = mixed * tl.exp2(best - new_best)[:, None]
     heads = (tokens * tl.num_programs(1) + kv_head) * GROUP + lines % GROUP
-    result = (mixed / total[:, None]).to(out.dtype.element_ty)
+    # lines past the row's queries may have seen nothing; they are not stored
+    result = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
     tl.store(
         out + heads[:, None] * VALUE_DIM + value_dims[None, :],
         result,

@@ -66,9 +66,7 @@ def take_best(logits: Tensor, rows: Tensor, last_tokens: Tensor) -> tuple[Tensor
     places = torch.empty((count, chunks), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(count, dtype=torch.int32, device=logits.device)
     is_finite = torch.empty(count, dtype=torch.bool, device=logits.device)
-    _best_of_chunks[(chunks, count)](
-        logits, best, places, logits.stride(0), vocab, CHUNK=CHUNK, num_warps=4
-    )
+    _best_of_chunks[(chunks, count)](logits, best, places, logits.stride(0), vocab, CHUNK=CHUNK, num_warps=4)
     _best_of_rows[(count,)](
         best,
         places,

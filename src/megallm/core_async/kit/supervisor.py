@@ -81,7 +81,7 @@ class Supervisor:
                 try:
                     yield
                 finally:
-                    await self._stop_for_good(self._tasks)
+                    await self._stop_for_good()
         except BaseExceptionGroup as group:
             first = self._first_of(group)
         else:
@@ -91,14 +91,13 @@ class Supervisor:
         finally:
             del first  # its traceback holds this frame
 
-    async def _stop_for_good(self, tasks: TaskGroup) -> None:
+    async def _stop_for_good(self) -> None:
         try:
             with anyio.CancelScope(shield=True):  # the task group would wait for them all the same
                 await self.stop()
         finally:  # a second, native asyncio cancel has come: no more order, but nobody stays
             for child in self._children:
                 child.scope.cancel()
-            tasks.cancel_scope.cancel()
 
     def _first_of(self, group: BaseExceptionGroup) -> BaseException:
         """Gives the one error the caller sees; the group itself when it is not for us to choose."""

@@ -139,7 +139,8 @@ class ThreadActor[M]:
             await self._news(wakeup)
 
     async def _end(self, wakeup: Wakeup, thread: threading.Thread) -> None:
-        self.address.close(self._make_gone)
+        if self._failure is None:  # else its own error has to reach the supervisor before any ActorGone does
+            self.address.close(self._make_gone)
         self._is_stopping = True
         self._inbox.put(None)
         with anyio.move_on_after(self.stop_deadline_s, shield=True):

@@ -45,6 +45,7 @@ class InFlight:
             return False
         if request.num_tokens >= request.max_tokens:
             self.complete.append(request)
+            self._introduce(request)
             return False
         request.num_tokens += 1
         request.is_decoding = True

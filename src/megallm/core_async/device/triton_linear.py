@@ -1,0 +1,192 @@
+"""Linear layers of few rows: the weights stream through once, by many programs, each a band of outputs.
+
+A product of few rows costs what reading its weights costs, and a library's kernels read them at a third of
+the card's speed where a layer is small. Two of the kernels here do the step after the product too: the gate,
+and nothing at all where the parts of a sum are left to the norm that follows (`add_rms_norm_of_parts`).
+Kernels in Triton. Knows tensors; knows no step and no model. Import it only where it runs.
+"""
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (what a kernel's parameters are is Triton's own matter)
+
+import torch
+import triton
+import triton.language as tl
+from msgspec import Struct
+from torch import Tensor
+
+
+class Tiling(Struct, frozen=True):
+    """How a product is cut into programs."""
+
+    outputs: int
+    """Outputs of one program."""
+    depth: int
+    """Inputs that a program takes at a time."""
+    parts: int
+    """Programs that share an output, each with a part of the inputs."""
+    num_warps: int
+    num_stages: int
+
+
+def few_rows(
+    rows: Tensor, weight: Tensor, tiling: Tiling, *, is_gated: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Gives `rows @ weight.T`, or its gate: SiLU of the first half of each row, times the second half.
+
+    With several parts the result is `[parts, rows, outputs]` in float32, to be summed; else it is of
+    `rows`' dtype.
+    """
+    count, depth = rows.shape
+    outputs = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    if out is None:
+        parts_shape = (tiling.parts,) if tiling.parts > 1 else ()
+        out = torch.empty(
+            (*parts_shape, count, outputs),
+            dtype=torch.float32 if tiling.parts > 1 else rows.dtype,
+            device=rows.device,
+        )
+    _few_rows[(triton.cdiv(outputs, tiling.outputs), tiling.parts)](
+        rows,
+        weight,
+        out,
+        count,
+        outputs,
+        depth,
+        rows.stride(0),
+        weight.stride(0),
+        ROWS=1 if count == 1 else max(16, triton.next_power_of_2(count)),
+        OUTPUTS=tiling.outputs,
+        DEPTH=tiling.depth,
+        IS_GATED=is_gated,
+        IS_EVEN=depth % (tiling.depth * tiling.parts) == 0 and outputs % tiling.outputs == 0,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    return out
+
+
+def add_rms_norm_of_parts(
+    parts: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """Gives `parts.sum(0) + residual` and its norm; `parts` is `[parts, rows, width]`, float32."""
+    num_parts, count, width = parts.shape
+    total, normed = torch.empty_like(residual), torch.empty_like(residual)
+    _add_parts_and_norm[(count,)](
+        parts,
+        residual,
+        weight,
+        total,
+        normed,
+        residual.stride(0),
+        count,
+        epsilon,
+        PARTS=num_parts,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        num_warps=4 if width < 4096 else 8,  # noqa: PLR2004 - a row's share of a thread
+    )
+    return total, normed
+
+
+@triton.jit
+def _band(rows, weight, places, is_output, lines, is_line, begin, end, row_stride, weight_stride,
+          ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr):  # fmt: skip
+    """Gives the products of some rows with a band of the weight, over inputs begin to end."""
+    steps = tl.arange(0, DEPTH)
+    if ROWS == 1:
+        sums = tl.zeros((OUTPUTS, DEPTH), tl.float32)
+    else:
+        sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for first in range(begin, end, DEPTH):
+        inputs = first + steps
+        at = weight + places[:, None].to(tl.int64) * weight_stride + inputs[None, :]
+        if IS_EVEN:
+            band = tl.load(at)
+        else:
+            band = tl.load(at, mask=is_output[:, None] & (inputs < end)[None, :], other=0.0)
+        if ROWS == 1:
+            line = tl.load(rows + inputs, mask=inputs < end, other=0.0).to(tl.float32)
+            sums += band.to(tl.float32) * line[None, :]
+        else:
+            some = tl.load(
+                rows + lines[None, :] * row_stride + inputs[:, None],
+                mask=is_line[None, :] & (inputs < end)[:, None],
+                other=0.0,
+            )
+            sums = tl.dot(band, some, sums)
+    return sums
+
+
+@triton.jit
+def _few_rows(
+    rows,
+    weight,
+    out,
+    count,
+    outputs,
+    depth,
+    row_stride,
+    weight_stride,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    places = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = places < outputs
+    lines = tl.arange(0, ROWS)
+    is_line = lines < count
+    size = tl.cdiv(tl.cdiv(depth, tl.num_programs(1)), DEPTH) * DEPTH
+    begin = tl.program_id(1) * size
+    end = tl.minimum(begin + size, depth)
+    sums = _band(rows, weight, places, is_output, lines, is_line, begin, end, row_stride, weight_stride,
+                 ROWS, OUTPUTS, DEPTH, IS_EVEN)  # fmt: skip
+    if ROWS == 1:
+        sums = tl.sum(sums, 1)
+    if IS_GATED:
+        upper = weight + outputs.to(tl.int64) * weight_stride
+        ups = _band(rows, upper, places, is_output, lines, is_line, begin, end, row_stride, weight_stride,
+                    ROWS, OUTPUTS, DEPTH, IS_EVEN)  # fmt: skip
+        if ROWS == 1:
+            ups = tl.sum(ups, 1)
+        sums = sums / (1.0 + tl.exp(-sums)) * ups
+    part = out + tl.program_id(1).to(tl.int64) * count * outputs
+    if ROWS == 1:
+        tl.store(part + places, sums.to(out.dtype.element_ty), mask=is_output)
+    else:
+        tl.store(
+            part + lines[None, :] * outputs + places[:, None],
+            sums.to(out.dtype.element_ty),
+            mask=is_output[:, None] & is_line[None, :],
+        )
+
+
+@triton.jit
+def _add_parts_and_norm(
+    parts,
+    residual,
+    weight,
+    total,
+    normed,
+    residual_stride,
+    count,
+    epsilon,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, PADDED)
+    mask = dims < WIDTH
+    x = tl.load(residual + row * residual_stride + dims, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        x += tl.load(parts + (part * count + row) * WIDTH + dims, mask=mask, other=0.0)
+    # the sum is what the next layers see, so the norm is of the rounded one
+    rounded = x.to(total.dtype.element_ty)
+    tl.store(total + row * WIDTH + dims, rounded, mask=mask)
+    x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
+    weights = tl.load(weight + dims, mask=mask, other=0.0).to(tl.float32)
+    tl.store(normed + row * WIDTH + dims, (x * scale * weights).to(normed.dtype.element_ty), mask=mask)
