@@ -14,6 +14,7 @@ from benchmarks.measure import busy_warning, machine
 from benchmarks.report import Report, show
 
 SUITES: Final = {
+    "block_pool": "what a block costs the block pool, and a scheduler's step its prefix cache",
     "control_plane": "the engine's own work a step, with a runner that costs nothing",
     "offline": "tokens per second of whole batches, beside transformers on the same weights",
 }

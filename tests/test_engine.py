@@ -32,8 +32,8 @@ async def expect_answers(rig: Rig, num_tokens: int = 12) -> None:
 @pytest.mark.parametrize("is_threaded", [False, True], ids=["task", "thread"])
 @pytest.mark.parametrize("runs_at_launch", [True, False], ids=["as a CPU", "as a GPU"])
 async def test_a_batch_gets_the_models_answers_and_runs_as_one(
-    is_threaded: bool,
-    runs_at_launch: bool,  # noqa: FBT001 - pytest passes them by name
+    is_threaded: bool,  # noqa: FBT001 - pytest passes it by name
+    runs_at_launch: bool,  # noqa: FBT001 - pytest passes it by name
 ) -> None:
     """Rows that mix up blocks, positions or last tokens give other tokens."""
     async with running(

@@ -89,9 +89,9 @@ async def errors_of_pending(rig: Rig, end: Callable[[], Awaitable[object]] = not
 @pytest.mark.parametrize("runs_at_launch", [True, False], ids=["as a CPU", "as a GPU"])
 @pytest.mark.parametrize("step", [1, 2, 7])
 async def test_a_failing_forward_pass_fails_every_call_with_the_cause(
-    is_threaded: bool,
-    runs_at_launch: bool,
-    step: int,  # noqa: FBT001 - pytest passes them by name
+    is_threaded: bool,  # noqa: FBT001 - pytest passes it by name
+    runs_at_launch: bool,  # noqa: FBT001 - pytest passes it by name
+    step: int,
 ) -> None:
     """Whoever waits has to learn that it is over and what broke: no hang, no error of the engine's own."""
     failure = BrokenError("boom")
@@ -115,24 +115,20 @@ async def test_a_failing_forward_pass_fails_every_call_with_the_cause(
 
 async def test_a_call_that_comes_at_any_moment_of_the_failure_has_the_cause() -> None:
     """While the actors stop one after the other, whoever is asked last has only heard of another's end."""
-    for num_checkpoints in range(30):
+    for step in range(1, 12):
         failure = BrokenError("boom")
         errors: list[BaseException] = []
         async with running() as rig:
-            break_at(rig.runner, 2, failure)
+            break_at(rig.runner, step, failure)
 
             async def call(rig: Rig = rig, errors: list[BaseException] = errors) -> None:
                 errors.append(await error_of(lambda: rig.tokens_of([1], 100)))
 
-            with anyio.fail_after(WITHIN_A_SECOND):
-                async with anyio.create_task_group() as tasks:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(40):
                     tasks.start_soon(call)
-                    for _ in range(num_checkpoints):
-                        await anyio.lowlevel.checkpoint()
-                    for _ in range(3):
-                        tasks.start_soon(call)
-                        await anyio.lowlevel.checkpoint()
-        assert [(type(error), error.__cause__) for error in errors] == [(EngineDeadError, failure)] * 4
+                    await anyio.lowlevel.checkpoint()
+        assert [(type(error), error.__cause__) for error in errors] == [(EngineDeadError, failure)] * 40
 
 
 async def test_a_failure_that_shows_late_is_the_same() -> None:
@@ -204,6 +200,27 @@ async def test_shutdown_ends_pending_and_later_calls(is_threaded: bool) -> None:
             await rig.tokens_of([1])
         await rig.engine.wait_for_shutdown()
         assert rig.runner.is_closed is is_threaded, "the worker without a thread never closes its runner"
+
+
+async def test_shutdown_ends_pending_calls_while_the_step_in_flight_still_runs() -> None:
+    """A long step is waited for, but not by the callers: what it gives is no longer theirs."""
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold(_plan: StepPlan) -> None:
+        is_held.set()
+        may_go.wait()
+
+    async def end() -> None:
+        await anyio.to_thread.run_sync(is_held.wait)
+        stopping.start_soon(rig.engine.shutdown)
+
+    async with running(is_threaded=True) as rig, anyio.create_task_group() as stopping:
+        rig.runner.before_launch = hold
+        errors = await errors_of_pending(rig, end)
+        assert [type(error) for error in errors] == [EngineStoppedError] * 5
+        assert not rig.runner.is_closed
+        may_go.set()
+    assert rig.runner.is_closed
 
 
 async def test_shutdown_may_be_called_by_many_and_again() -> None:

@@ -130,7 +130,7 @@ async def test_a_cancelled_call_leaves_the_others_alone() -> None:
                 stayed += await generated(rig, [[7], [8]])
 
             async with anyio.create_task_group() as tasks, anyio.create_task_group() as leaving:
-                leaving.start_soon(generated, rig, [[5] * 40, [6] * 40])
+                leaving.start_soon(generated, rig, [[5] * 40, [6] * 40], greedy(80))
                 tasks.start_soon(stay)
                 for _ in range(num_checkpoints):
                     await anyio.lowlevel.checkpoint()

@@ -7,6 +7,7 @@ import pytest
 
 from megallm.core_async.actors.lifecycle import KvMode
 from megallm.core_async.errors import EngineDeadError, EngineStoppedError, LifecycleError
+from megallm.sync.llm import MegatronLLM
 from tests.fake_llm import ANSWER_S, Driver, Facade, driving, lifecycle_config
 from tests.fakes import continuation
 
@@ -246,6 +247,8 @@ async def test_direct_mode_has_no_lifecycle_and_says_how_to_get_one(facade: Faca
             with pytest.raises(RuntimeError, match=rf"{name}\(\) requires use_coordinator=True"):
                 getattr(driver.llm, name)(coroutine)
             coroutine.close()
+        with pytest.raises(RuntimeError, match="requires use_coordinator=True"):
+            await enter_update(driver)
         with anyio.fail_after(ANSWER_S):
             await driver.call("wait_for_shutdown")
         await expect_usable_in_direct_mode(driver)
@@ -259,3 +262,13 @@ async def expect_usable_in_direct_mode(driver: Driver) -> None:
     (result,) = await driver.generate([[5, 6]], 4)
     assert result.generated_tokens == continuation([5, 6], 4)
     assert result.policy_epoch == [(0, 4)]
+
+
+async def enter_update(driver: Driver) -> None:
+    """Begins to change the weights, as a trainer does."""
+    update: Any = driver.llm.updating_weights(1)  # Any: a context manager of either kind
+    if isinstance(driver.llm, MegatronLLM):
+        with update:
+            pytest.fail("the block was entered")
+    async with update:
+        pytest.fail("the block was entered")

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from megallm.core_async.config import EngineConfig
+from megallm.core_async.engine import Engine
 from megallm.core_async.errors import EngineStoppedError, LifecycleError
+from megallm.core_async.messages import unpack_ints
 from megallm.core_async.plan.phases import Call
 from megallm.core_async.result import Result
 from tests.checkpoints import AtAwait
 from tests.engines import fake_runner, inline_worker
 from tests.fake_llm import FakeAsyncLLM, greedy, lifecycle_config
-from tests.fakes import continuation
+from tests.fakes import FakeRunner, continuation
 from tests.plan.test_phases import one_at_a_time
 
 type Operation = tuple[Any, ...]  # its name, and what it takes
@@ -45,7 +47,7 @@ def configs(draw: st.DrawFn) -> EngineConfig:
     config = lifecycle_config(
         draw(st.sampled_from(["persist", "offload", "recompute"])),
         num_blocks=draw(st.integers(8, 24)),
-        max_requests=draw(st.integers(1, 6)),
+        max_requests=draw(st.integers(1, 4)),
         max_tokens=draw(st.integers(6, 40)),
         max_sequence_length=32,
         chunks_prompts=draw(st.booleans()),
@@ -66,7 +68,7 @@ class World:
     """An engine, the calls made so far in the order the engine got them, and all who wait."""
 
     llm: FakeAsyncLLM
-    num_steps: Callable[[], int]
+    runner: FakeRunner
     waiting: TaskGroup
     made: list[Made] = field(default_factory=list[Made])
     aborts: int = 0
@@ -107,11 +109,11 @@ class World:
         """Fails unless the engine is where the last call of all has brought it, and stays there."""
         _, phase = one_at_a_time([each.call for each in self.made])
         assert self.llm.engine.phase == phase
-        num_steps = self.num_steps()
+        num_steps = len(self.runner.plans)
         for _ in range(5):
             await anyio.lowlevel.checkpoint()
         if self.made[-1] is made and phase in ("paused", "suspended"):
-            assert self.num_steps() == num_steps, f"a step while {phase}"
+            assert len(self.runner.plans) == num_steps, f"a step while {phase}"
 
     async def set_epoch(self) -> None:
         """Goes on to the next number of the weights."""
@@ -184,16 +186,22 @@ class World:
     async def expect_usable(self) -> None:
         """Fails unless all rows and blocks are there for new requests, and are given back after them."""
         config = self.llm.engine.config
+        num_steps = len(self.runner.plans)
         prompts = [[number] for number in range(config.max_requests)]
         got = await self.llm.generate(prompts, greedy(4))
         assert isinstance(got, list)
         assert [result.generated_tokens for result in got] == [continuation(prompt, 4) for prompt in prompts]
-        await self.llm.set_generation_epoch(self.epoch + 1)  # flushes the prefix cache
-        await self.llm.generate([1], greedy(1))
-        await self.llm.set_generation_epoch(self.epoch + 2)
-        stats = self.llm.engine.stats()
-        assert (stats.running, stats.waiting, stats.used_blocks) == (0, 0, 0)
-        assert stats.free_blocks + stats.cached_blocks == config.num_blocks
+        await self.llm.generate([1], greedy(1))  # brings the figures up to date
+        expect_all_there(self.llm.engine, self.runner, num_steps)
+
+
+def expect_all_there(engine: Engine, runner: FakeRunner, num_steps: int) -> None:
+    """Fails unless no block is held, and all rows were used at once since `num_steps` steps were made."""
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.used_blocks) == (0, 0, 0)
+    assert stats.free_blocks + stats.cached_blocks == engine.config.num_blocks
+    num_rows = max(len(unpack_ints(plan.rows)) for plan in runner.plans[num_steps:])
+    assert num_rows == engine.config.max_requests, "a row is lost"
 
 
 async def giving_up(patience: int | None, call: Callable[[], Awaitable[object]]) -> str:
@@ -240,6 +248,6 @@ def test_whatever_is_called_the_table_holds_and_nothing_leaks(
         llm = FakeAsyncLLM(config, runner, make_worker=lambda each: inline_worker(each, 0.0))
         with anyio.fail_after(LIMIT_S):
             async with llm:
-                await play(World(llm, lambda: len(runner.plans), anyio.create_task_group()))
+                await play(World(llm, runner, anyio.create_task_group()))
 
     anyio.run(run, backend=backend)

@@ -49,10 +49,13 @@ async def read_all(driver: Driver, stream: Any, deltas: list[Delta]) -> None:  #
 async def test_suspend_and_resume_change_no_output(facade: Facade, kv_mode: KvMode) -> None:
     """Batches and streams stop, and go on where they were, as if nothing had happened in between."""
     async with driving(facade, lifecycle_config(kv_mode, num_blocks=100)) as driver:
-        driver.runner.hold("step 9")
+        await driver.call("pause")
         deltas: list[Delta] = []
         reader = driver.start(read_all(driver, driver.llm.stream(STREAMED, greedy(LONG)), deltas))
         generate = driver.start(driver.generate(PROMPTS, LONG))
+        await eventually(lambda: driver.llm.engine.stats().waiting == len(PROMPTS) + 1)
+        driver.runner.hold("step 9")
+        await driver.call("unpause")
         await freeze(driver, "suspend")
         assert driver.phase == "suspended"
         num_steps = len(driver.runner.plans)

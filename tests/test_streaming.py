@@ -192,6 +192,27 @@ async def test_a_stream_cancelled_anywhere_leaves_nothing_behind() -> None:
             await rig.expect_all_free()
 
 
+async def test_closing_a_stream_that_another_task_reads_ends_the_reading() -> None:
+    """How a server ends a stream whose client has gone: at any moment, and the reader is not left waiting."""
+    async with running() as rig:
+        for num_checkpoints in range(12):
+            ended: list[list[Delta]] = []
+
+            async def read_all(stream: AsyncStream, ended: list[list[Delta]] = ended) -> None:
+                ended.append(await read(stream))
+
+            stream = stream_of(rig, [8] * 40, num_tokens=None)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(read_all, stream)
+                for _ in range(num_checkpoints):
+                    await anyio.lowlevel.checkpoint()
+                await stream.aclose()
+            tokens = tokens_of(ended[0])
+            assert tokens == continuation([8] * 40, len(tokens))
+            assert len(tokens) < 40
+            await rig.expect_all_free()
+
+
 # ---- the engine's end --------------------------------------------------------------------------
 
 

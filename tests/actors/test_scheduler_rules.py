@@ -20,7 +20,6 @@ from megallm.core_async.messages import (
     unpack_ints,
 )
 from megallm.core_async.plan.block_pool import BlockPool
-from megallm.core_async.plan.policy import MAX_PASSES
 from megallm.core_async.plan.roster import Roster
 from tests.actors.scheduling import DEPTH, Prompt, limits, pumping
 from tests.askers import Outcomes
@@ -152,62 +151,6 @@ async def test_a_drain_collects_what_is_in_flight_and_plans_nothing() -> None:
         assert len(account.tokens) == num_plans
         await pump.run()
         account.check()
-
-
-async def test_those_that_yield_come_back_in_the_order_they_came() -> None:
-    """Taking all blocks away must not turn the line round, nor let in those that came later."""
-    async with pumping(limits(max_requests=3)) as pump:
-        accounts = await pump.submit(*[Prompt((key,), 6) for key in range(4)])
-        for _ in range(4):
-            await pump.turn()
-        await pump.lose_the_cache()
-        assert (pump.stats.used_blocks, pump.stats.running) == (3, 3), "as of the last step"
-        await pump.run()
-        for account in accounts:
-            account.check()
-        await pump.check_all_free()
-    admissions = [[setup.sampling.seed for setup in plan.new_rows] for plan in pump.plans if plan.new_rows]
-    assert admissions[:3] == [[1, 2, 3], [1, 2, 3], [4]]
-    assert [account.ending.num_preemptions for account in accounts if account.ending] == [1, 1, 1, 0]
-
-
-async def test_a_shortage_takes_from_the_last_and_changes_no_output() -> None:
-    """The first always gets on: it is never asked to yield."""
-    async with pumping(limits(max_requests=4, block_size=1), num_blocks=12) as pump:
-        accounts = await pump.submit(*[Prompt((key, key, key), 8) for key in range(4)])
-        await pump.run()
-        for account in accounts:
-            account.check()
-        await pump.check_all_free()
-    num_preemptions = [account.ending.num_preemptions for account in accounts if account.ending]
-    assert num_preemptions[0] == 0
-    assert sum(num_preemptions) == pump.stats.preemptions > 2
-
-
-async def test_small_requests_pass_a_big_one_only_so_often() -> None:
-    """Filling gaps is good until the one that does not fit would wait for ever."""
-    async with pumping(limits(max_tokens=8, max_requests=8, block_size=1), num_blocks=16) as pump:
-        await pump.submit(*[Prompt((1, 1, 1, 1, 1, 1), 3)] * 2)
-        await pump.turn()
-        (big,) = await pump.submit(Prompt((7,) * 12, 3))
-        (small,) = await pump.submit(Prompt((2,), 4))
-        while not big.num_admissions:
-            await pump.turn()
-            if small.num_admissions:
-                (small,) = await pump.submit(Prompt((2,), 4))
-            assert len(pump.accounts) < 3 * MAX_PASSES, "the big one never runs"
-        assert big.num_passes == MAX_PASSES
-        await pump.run()
-        big.check()
-
-
-async def test_a_lower_priority_number_is_admitted_first_and_yields_last() -> None:
-    """Within one priority it stays first come, first served."""
-    async with pumping(limits(max_requests=1)) as pump:
-        prompts = [Prompt((key,), 2, priority=priority) for key, priority in enumerate([1, 1, 0, 0])]
-        await pump.submit(*prompts)
-        await pump.run()
-    assert [setup.sampling.seed for plan in pump.plans for setup in plan.new_rows] == [3, 4, 1, 2]
 
 
 async def test_a_prefix_is_computed_once_though_both_came_together() -> None:

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megallm.core_async.device.cpu_build import load_library
-from megallm.core_async.device.cpu_kernels import MLP_CHUNK, SOURCE, CompiledKernels, CpuKernels, load_kernels
+from megallm.core_async.device.cpu_kernels import (
+    GATED_CHUNK,
+    SOURCE,
+    CompiledKernels,
+    CpuKernels,
+    load_kernels,
+)
 from megallm.core_async.device.cpu_reference import TorchKernels
 from tests.device.paged_batches import PagedBatch
 
@@ -167,17 +173,15 @@ def test_norms_and_gate_give_torchs(kernels: CpuKernels, threads: int, width: in
         assert_close(kernels.silu_mul(gate_up), REFERENCE.silu_mul(gate_up))
 
 
-@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "biases"])
-def test_gated_mlp_is_its_three_parts(kernels: CpuKernels, threads: int, has_bias: bool) -> None:  # noqa: FBT001 - a parameter
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+def test_gated_linear_is_its_two_parts(kernels: CpuKernels, threads: int, has_bias: bool) -> None:  # noqa: FBT001 - a parameter
     """To the last bit, in one chunk and in several; and close to torch's."""
-    gate_up, down = torch.randn(40, 12), torch.randn(7, 20)
-    biases = (torch.randn(40), torch.randn(7)) if has_bias else (None, None)
-    for tokens in (1, 3, MLP_CHUNK, MLP_CHUNK + 5):
+    weight, bias = torch.randn(40, 12), torch.randn(40) if has_bias else None
+    for tokens in (1, 3, GATED_CHUNK, GATED_CHUNK + 5):
         x = torch.randn(tokens, 1, 12)
-        whole = kernels.gated_mlp(x, gate_up, down, *biases)
-        parts = kernels.linear(kernels.silu_mul(kernels.linear(x, gate_up, biases[0])), down, biases[1])
-        assert torch.equal(whole, parts)
-        assert_close(whole, REFERENCE.gated_mlp(x, gate_up, down, *biases))
+        gated = kernels.gated_linear(x, weight, bias)
+        assert torch.equal(gated, kernels.silu_mul(kernels.linear(x, weight, bias)))
+        assert_close(gated, REFERENCE.gated_linear(x, weight, bias))
 
 
 def test_the_exponential_reaches_its_ends(kernels: CpuKernels) -> None:
@@ -256,8 +260,7 @@ def test_other_dtypes_run_in_torch(kernels: CpuKernels) -> None:
     assert torch.equal(kernels.linear(x, weight), REFERENCE.linear(x, weight))
     assert torch.equal(kernels.rms_norm(x, weight[0], 1e-5), REFERENCE.rms_norm(x, weight[0], 1e-5))
     assert torch.equal(kernels.silu_mul(x), REFERENCE.silu_mul(x))
-    down = weight[:, :4]
-    assert torch.equal(kernels.gated_mlp(x, weight, down), REFERENCE.gated_mlp(x, weight, down))
+    assert torch.equal(kernels.gated_linear(x, weight), REFERENCE.gated_linear(x, weight))
     sums = (x.clone(), x.clone())
     normed = [
         each.add_rms_norm(x, s, weight[0], 1e-5) for each, s in zip((kernels, REFERENCE), sums, strict=True)

@@ -291,6 +291,14 @@ def test_a_short_row_sits_out_while_the_paused_buffer_has_room_for_it() -> None:
     assert sizes(batch) == [7]
 
 
+def test_nobody_is_admitted_while_a_row_sits_out() -> None:
+    """The blocks that it waits for must not go to one who came later."""
+    batch = filled(5, 4, max_held=4)
+    grant = batch.step(batch.admission(2, [1]), grow={1: 4 * BLOCK_SIZE})
+    assert (grant.held, grant.num_free, grant.admitted) == (rows_of(1), 3, [])
+    assert batch.step(batch.admission(2, [1])).admitted == [0]
+
+
 def test_a_short_row_with_more_blocks_than_the_paused_buffer_yields() -> None:
     """The buffer bounds what sits idle; beyond it the blocks go back to the others."""
     batch = filled(5, 7, max_held=6)

@@ -233,7 +233,7 @@ def test_the_free_block_used_last_is_taken_first() -> None:
 
 
 def test_a_copy_of_a_block_takes_the_place_of_one_that_was_evicted() -> None:
-    """The block that ends a prompt is computed by each request; what follows is found through any of them."""
+    """The block that ends a prompt is computed by each request; what follows is found behind any of them."""
     batch = empty_batch(6)
     batch.admit(0, A)
     batch.admit(1, A)
@@ -242,7 +242,9 @@ def test_a_copy_of_a_block_takes_the_place_of_one_that_was_evicted() -> None:
     batch.step(batch.admission(2, [8] * 3 * BLOCK_SIZE, shares=False))
     batch.step(grow={2: 4})
     assert batch.pool.num_cached == 0
-    batch.step(released=[1, 2])
+    batch.step(released=[2])
+    assert cached_tokens(batch, [*A, *B, *TAIL]) == 2 * BLOCK_SIZE
+    batch.step(released=[1])
     assert cached_tokens(batch, [*A, *B, *TAIL]) == 2 * BLOCK_SIZE
 
 
@@ -317,15 +319,16 @@ def test_what_follows_a_collision_is_not_served_either() -> None:
 
 
 def test_a_collision_is_not_served_after_the_first_of_its_key_was_evicted() -> None:
-    """A row may compute behind a block whose key has come to stand for another prefix since."""
-    batch = weak_batch(8, one_key)
+    """A row goes on behind its copy of that one: the key must not come to stand for another prefix."""
+    batch = weak_batch(10, one_key)
     batch.admit(0, A)
     batch.admit(1, A)  # its block is a copy: it holds nothing that is found
     batch.step(released=[0])
-    batch.step(batch.admission(2, [8] * 6 * BLOCK_SIZE, shares=False))
+    batch.step(batch.admission(2, [8] * 8 * BLOCK_SIZE, shares=False))
     batch.step(grow={2: 4})
     assert batch.pool.num_cached == 0
     batch.step(released=[2])
     batch.admit(0, [*B, *TAIL])
     batch.step(grow={1: 4}, token=3)
-    assert cached_tokens(batch, [*B, *C, *TAIL]) == BLOCK_SIZE
+    assert cached_tokens(batch, [*B, *C, *TAIL]) == 0
+    assert cached_tokens(batch, [*A, *C, *TAIL]) == 2 * BLOCK_SIZE

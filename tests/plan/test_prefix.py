@@ -11,6 +11,7 @@ from megallm.core_async.messages import BlockId, FilledBlock, Row, pack_ints
 from megallm.core_async.plan.prefix import ROOT, PrefixIndex, child_key, extend_keys, public_hash, root_of
 
 BLOCK_SIZE = 2
+NUM_BLOCKS = 10
 type Tokens = tuple[int, ...]
 
 token_lists = st.lists(st.integers(0, 2**31 - 1), max_size=20)
@@ -25,12 +26,12 @@ def keys_of(tokens: Tokens | list[int], root: bytes = ROOT) -> list[bytes]:
 
 def index_of(*prompts: Tokens, root: bytes = ROOT) -> PrefixIndex:
     """Gives an index of the complete blocks of prompts; blocks count up from 0."""
-    index = PrefixIndex(BLOCK_SIZE)
+    index = PrefixIndex(NUM_BLOCKS, BLOCK_SIZE)
     number = 0
     for prompt in prompts:
         before = None
         for place, key in enumerate(keys_of(prompt, root)):
-            assert index.add(BlockId(number), filled(place, prompt, key, root), before)
+            index.add(BlockId(number), filled(place, prompt, key, root), before)
             before = BlockId(number)
             number += 1
     index.check()
@@ -117,11 +118,12 @@ def test_the_longest_known_prefix_is_found() -> None:
 
 
 def test_an_index_knows_only_its_own_blocks() -> None:
-    """A block that no prefix finds is free to be written."""
+    """A block that no prefix ends with is free to be written."""
     index = index_of((1, 1, 2, 2))
     assert len(index) == 2
-    assert BlockId(0) in index
+    assert BlockId(1) in index
     assert BlockId(2) not in index
+    assert (index.first_of(BlockId(1)), index.first_of(BlockId(2))) == (1, None)
 
 
 def test_a_prefix_under_another_root_is_not_found() -> None:
@@ -133,92 +135,87 @@ def test_a_prefix_under_another_root_is_not_found() -> None:
 
 
 def test_a_forgotten_block_ends_what_is_found() -> None:
-    """What follows it can't be used without it, until the same prefix is known again."""
-    index = index_of((1, 1, 2, 2, 3, 3))
+    """And may be made known again, as any block."""
+    index = index_of((1, 1, 2, 2))
     index.forget(BlockId(1))
     index.forget(BlockId(1))
     index.check()
-    assert found(index, (1, 1, 2, 2, 3, 3)) == [0]
-    prompt = (1, 1, 2, 2)
-    assert index.add(BlockId(7), filled(1, prompt, keys_of(prompt)[1]), BlockId(0))
-    assert found(index, (1, 1, 2, 2, 3, 3)) == [0, 7, 2]
-
-
-def test_a_copy_is_found_once_the_first_is_forgotten_and_it_is_settled() -> None:
-    """Two requests may compute the same block; one of them is enough to be found."""
-    index = index_of((1, 1), (1, 1))
-    assert found(index, (1, 1)) == [0]
     assert BlockId(1) not in index
-    assert index.settle(BlockId(1)) == 0
-    index.forget(BlockId(0))
-    assert found(index, (1, 1)) == []
-    assert index.settle(BlockId(1)) == 1
-    assert found(index, (1, 1)) == [1]
-    index.forget(BlockId(1))
-    assert index.settle(BlockId(1)) is None
-    assert len(index) == 0
+    assert found(index, (1, 1, 2, 2)) == [0]
+    prompt = (1, 1, 2, 2)
+    index.add(BlockId(7), filled(1, prompt, keys_of(prompt)[1]), BlockId(0))
+    assert found(index, prompt) == [0, 7]
 
 
-def test_forgetting_a_copy_leaves_the_first() -> None:
-    """The key is the first one's."""
-    index = index_of((1, 1), (1, 1))
-    index.forget(BlockId(1))
-    index.check()
+def test_copies_of_a_block_stand_by() -> None:
+    """Two requests may compute the same block; the first is found, and after it the next that is left."""
+    index = index_of((1, 1), (1, 1), (1, 1), (1, 1))
     assert found(index, (1, 1)) == [0]
+    assert [index.first_of(BlockId(block)) for block in range(4)] == [0, 0, 0, 0]
+    for forgotten, first in [(1, 0), (0, 2), (2, 3)]:
+        index.forget(BlockId(forgotten))
+        index.check()
+        assert found(index, (1, 1)) == [first]
+        assert index.first_of(BlockId(3)) == first
+    index.forget(BlockId(3))
+    index.check()
+    assert found(index, (1, 1)) == []
+    assert len(index) == 0
 
 
 def test_a_cleared_index_finds_nothing_and_takes_no_child_of_what_it_knew() -> None:
     """A row that goes on across a change of the weights has blocks that depend on the old ones."""
     prompt = (1, 1, 2, 2)
-    index = index_of((1, 1))
+    index = index_of((1, 1), (1, 1))
     index.clear()
     index.check()
     assert len(index) == 0
     assert found(index, (1, 1)) == []
-    assert not index.add(BlockId(5), filled(1, prompt, keys_of(prompt)[1]), BlockId(0))
-    assert len(index) == 0
+    index.add(BlockId(5), filled(1, prompt, keys_of(prompt)[1]), BlockId(0))
+    assert BlockId(5) not in index
 
 
 @pytest.mark.parametrize("first", [(9, 9), (1, 2)])
 def test_a_key_that_two_prefixes_have_stays_with_the_first(first: Tokens) -> None:
     """Tokens are compared, so that a collision costs a hit and never an answer."""
     key = keys_of((1, 1))[0]
-    index = PrefixIndex(BLOCK_SIZE)
-    assert index.add(BlockId(0), filled(0, first, key), None)
-    assert not index.add(BlockId(1), filled(0, (1, 1), key), None)
-    assert index.settle(BlockId(1)) is None
+    index = PrefixIndex(NUM_BLOCKS, BLOCK_SIZE)
+    index.add(BlockId(0), filled(0, first, key), None)
+    index.add(BlockId(1), filled(0, (1, 1), key), None)
+    assert BlockId(0) in index
+    assert BlockId(1) not in index
     assert found(index, (1, 1)) == []
 
 
-def test_equal_tokens_under_a_parent_that_collides_are_not_found() -> None:
-    """The parent's key is right and its tokens are not."""
+def test_nothing_is_known_behind_a_block_that_is_not() -> None:
+    """Its key would say that it follows the prefix that has the key of the block before it."""
     prompt = (1, 1, 2, 2)
     first, second = keys_of(prompt)
-    index = PrefixIndex(BLOCK_SIZE)
+    index = PrefixIndex(NUM_BLOCKS, BLOCK_SIZE)
     index.add(BlockId(0), filled(0, (9, 9), first), None)
-    index.add(BlockId(1), filled(1, prompt, second), BlockId(0))
-    assert found(index, prompt) == []
-    index.forget(BlockId(0))
-    index.add(BlockId(2), filled(0, prompt, first), None)
-    assert found(index, prompt) == [2]
+    index.add(BlockId(1), filled(0, prompt, first), None)
+    index.add(BlockId(2), filled(1, prompt, second), BlockId(1))
+    assert BlockId(2) not in index
 
 
-def test_a_key_that_names_another_block_fails_the_check() -> None:
+def test_equal_tokens_under_another_parent_are_not_found() -> None:
+    """The key and the tokens of the second block are right; it follows something else."""
+    prompt, other = (1, 1, 2, 2), (9, 9, 2, 2)
+    index = index_of((1, 1), (9, 9))
+    index.add(
+        BlockId(2),
+        FilledBlock(Row(0), 1, keys_of(prompt)[1], keys_of(other)[0], pack_ints((2, 2))),
+        BlockId(1),
+    )
+    assert found(index, prompt) == [0]
+
+
+def test_names_that_do_not_agree_fail_the_check() -> None:
     """The pool's own check leans on it."""
-    index = index_of((1, 1))
-    index.check()
-    index._blocks[b"key"] = BlockId(0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(AssertionError, match=r"blocks \[0\] are found by keys they do not have"):
+    for key, message in [(b"key", "are found by keys they do not have"), (keys_of((1, 1))[0], "are known")]:
+        index = index_of((1, 1), (2, 2))
         index.check()
-
-
-def test_a_prefix_of_any_length_is_dropped() -> None:
-    """Each holds on to the one above it: a chain of a million must not be freed by a million nested calls."""
-    index = PrefixIndex(1)
-    tokens, before = pack_ints([1]), None
-    for number in range(300_000):
-        key = number.to_bytes(4, "little")
-        assert index.add(BlockId(number), FilledBlock(Row(0), number, key, ROOT, tokens), before)
-        before = BlockId(number)
-    index.clear()
-    assert len(index) == 0
+        del index._blocks[keys_of((2, 2))[0]]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        index._blocks[key] = BlockId(0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(AssertionError, match=message):
+            index.check()

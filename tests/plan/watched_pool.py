@@ -146,7 +146,7 @@ class Watch:
             if prefix is None or not self._keeps_cached:
                 self._drop(block)
                 continue
-            found = self._found.setdefault(prefix, block)
+            found = self._found[prefix]
             if found != block:
                 self._drop(block)
             if found in self.idle:
@@ -313,7 +313,11 @@ class Watch:
     def _drop(self, block: BlockId) -> None:
         prefix = self._prefixes.pop(block, None)
         if prefix is not None and self._found.get(prefix) == block:
-            del self._found[prefix]
+            copies = [other for other, ends in self._prefixes.items() if ends == prefix]
+            if copies:
+                self._found[prefix] = copies[0]
+            else:
+                del self._found[prefix]
 
 
 def changes_of(grant: BlockGrant) -> list[tuple[Row, int, list[BlockId]]]:

@@ -93,6 +93,27 @@ def test_leaving_early_frees_the_request(way: str) -> None:
         assert braked.num_forwards < 40, "108 tokens were left to generate"
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_closing_a_stream_that_another_thread_reads_ends_the_reading(loop: str) -> None:
+    """A watchdog closes it; the reader's loop ends as if that were all there is."""
+    read: list[Delta] = []
+
+    def read_all() -> None:
+        read.extend(stream)
+        has_ended.set()
+
+    has_ended = threading.Event()
+    with sync_llm(loop=loop) as llm, brake() as braked:
+        stream = llm.stream("Hello", greedy(None))
+        braked.hold(after=3)
+        threading.Thread(target=read_all).start()
+        assert braked.is_holding.wait(5)
+        stream.close()
+        assert has_ended.wait(5), "the reader still waits, for a step that is held"
+        braked.release()
+    assert ids_of(read) == expected("Hello", len(ids_of(read)))
+
+
 def test_an_error_in_the_loop_body_frees_the_request() -> None:
     """The traceback holds the stream; what matters is that it goes when that does."""
 

@@ -30,9 +30,10 @@ class StreamState:
         self.outbox: Outbox[Parcel] | None = None
         self.has_ended = False
 
-    async def take(self) -> Delta:
+    async def take(self) -> Delta | None:
         """Waits for the next delta, in the engine's loop; several that wait come as one.
 
+        None when another task or thread leaves the stream meanwhile.
         Raises: EngineBusy, EngineStoppedError, EngineDeadError.
         """
         if self.request is None:
@@ -42,9 +43,12 @@ class StreamState:
         if self.outbox is None:
             self.outbox = await self._engine.submit([self.request])
             if self.has_ended:  # left while the submission was under way
-                self.outbox.close()
-        deltas = [parcel for parcel in await self.outbox.take() if isinstance(parcel, Delta)]
-        delta = functools.reduce(joined, deltas)
+                self._close()
+        try:
+            parcels = await self.outbox.take()
+        except _LeftError:
+            return None
+        delta = functools.reduce(joined, [parcel for parcel in parcels if isinstance(parcel, Delta)])
         if delta.finish_reason is not None:
             self.has_ended = True
         return delta
@@ -54,7 +58,17 @@ class StreamState:
         if not self.has_ended:
             self.has_ended = True
             if self.outbox is not None:
-                self._engine.post(self.outbox.close)
+                self._engine.post(self._close)
+
+    def _close(self) -> None:
+        """Closes the outbox, in the engine's loop; whoever waits for it is let go."""
+        assert self.outbox is not None, "nothing was submitted"
+        self.outbox.fail(_LeftError)
+        self.outbox.close()
+
+
+class _LeftError(Exception):
+    """Ends the wait of a stream's reader when another task or thread has left the stream."""
 
 
 class RunInLoop(Protocol):
@@ -67,7 +81,7 @@ class AsyncStream:
     """An async iterator of `Delta`, for one reader; the last has a `finish_reason`.
 
     `aclose`, an error or a cancel while waiting, leaving an `async with` block, and garbage
-    collection abort the request.
+    collection abort the request; a reader that waits meanwhile is at the end of the stream.
     """
 
     def __init__(self, state: StreamState, run_in_loop: RunInLoop) -> None:
@@ -85,10 +99,13 @@ class AsyncStream:
         if self._state.has_ended:
             raise StopAsyncIteration
         try:
-            return await self._run_in_loop(self._state.take)
+            delta = await self._run_in_loop(self._state.take)
         except BaseException:
             self._state.leave()
             raise
+        if delta is None:
+            raise StopAsyncIteration
+        return delta
 
     async def aclose(self) -> None:
         """Aborts the request unless it has ended; its blocks are free by the next step."""

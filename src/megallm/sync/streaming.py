@@ -29,10 +29,13 @@ class SyncStream:
         if self._state.has_ended:
             raise StopIteration
         try:
-            return self._host.call(self._state.take)
+            delta = self._host.call(self._state.take)
         except BaseException:
             self._state.leave()
             raise
+        if delta is None:
+            raise StopIteration
+        return delta
 
     def close(self) -> None:
         """Aborts the request unless it has ended; its blocks are free by the next step."""

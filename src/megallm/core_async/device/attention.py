@@ -74,6 +74,13 @@ class AttentionBatch(Struct, frozen=True, eq=False):
     is_rope_interleaved: bool = False
     table_rows: Tensor | None = None
     """`[rows]`: which of `block_tables` is each row's; None is its own place in the step."""
+    chunk_lengths: Tensor | None = None
+    """`[rows]`: `kv_lengths` of the rows with several queries, and 0 for the others.
+
+    Where it is given any row may be either, or a place that nobody takes: `kv_lengths` is then that of
+    decode rows and 0 for the others, and `num_decode` is the number of places. Else the rows after the
+    first `num_decode` are those with several queries.
+    """
 
 
 class Attention(Protocol):

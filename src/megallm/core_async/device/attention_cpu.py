@@ -92,6 +92,22 @@ class CpuOps:
         """Gives SiLU of the first half of each row, times the second half."""
         return self._kernels.silu_mul(rows)
 
+    def add_linear_norm(
+        self,
+        residual: Tensor,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor,
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Gives `residual + rows @ weight.T + bias` and its norm."""
+        return self.add_rms_norm(self.linear(rows, weight, bias), residual, norm_weight, epsilon)
+
+    def gated_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Gives the gate of `rows @ weight.T + bias`: SiLU of the first half, times the second."""
+        return self.silu_gate(self.linear(rows, weight, bias))
+
 
 class ColumnMajorOps(TorchOps):
     """torch's arithmetic on weights laid out by columns, for a CPU without compiled kernels."""

@@ -1,13 +1,10 @@
-"""Attention and layer arithmetic by the Triton kernels.
+"""Attention by the Triton kernels.
 
 Knows how a step's batch is laid out for the kernels. Import it only where it runs, as the kernels.
 """
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from megallm.core_async.device import triton_layer
 from megallm.core_async.device.attention import AttentionBatch, LayerShape, PagedLayer
@@ -15,6 +12,8 @@ from megallm.core_async.device.triton_decode import decode_attention, num_parts_
 from megallm.core_async.device.triton_prefill import prefill_attention
 
 MAX_HEAD_DIM = 256
+MIXED_PARTS = 4
+"""Parts of decode rows' keys where it is not known how many rows there are."""
 
 
 class TritonAttention:
@@ -73,52 +72,22 @@ class TritonAttention:
                 block_tables=batch.block_tables,
                 table_rows=table_rows,
                 kv_lengths=batch.kv_lengths,
-                num_parts=num_parts_for(decoded, shape.num_kv_heads),
+                num_parts=MIXED_PARTS
+                if batch.chunk_lengths is not None
+                else num_parts_for(decoded, shape.num_kv_heads),
                 out=out,
             )
-        if decoded < len(batch.kv_lengths):
+        first = 0 if batch.chunk_lengths is not None else decoded
+        chunk_lengths = batch.kv_lengths[first:] if batch.chunk_lengths is None else batch.chunk_lengths
+        if len(chunk_lengths):
             prefill_attention(
                 layer,
                 query,
                 block_tables=batch.block_tables,
-                table_rows=table_rows,
-                query_starts=batch.query_starts,
-                kv_lengths=batch.kv_lengths,
-                first_row=decoded,
-                max_query_length=batch.max_query_length,
+                table_rows=table_rows[first:],
+                query_starts=batch.query_starts[first:],
+                kv_lengths=chunk_lengths,
+                num_queries=batch.num_tokens - first,
                 out=out,
             )
         return out.view(batch.num_tokens, -1)
-
-
-class TritonOps:
-    """`dense_layer.LayerOps` by cuBLAS products and the Triton kernels between them."""
-
-    def prepare(self, weight: nn.Parameter) -> Callable[[], object] | None:
-        """Leaves the weight as it is: cuBLAS takes it so."""
-        del weight
-        return None
-
-    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Gives `rows @ weight.T + bias`."""
-        return functional.linear(rows, weight, bias)
-
-    def add_linear(self, residual: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Gives `residual + rows @ weight.T + bias`, in the place of `residual`."""
-        if bias is not None:
-            return residual.add_(functional.linear(rows, weight, bias))
-        return residual.addmm_(rows, weight.t())
-
-    def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Gives each row over its root mean square, times `weight`."""
-        return triton_layer.rms_norm(rows, weight, epsilon)
-
-    def add_rms_norm(
-        self, rows: Tensor, residual: Tensor, weight: Tensor, epsilon: float
-    ) -> tuple[Tensor, Tensor]:
-        """Gives `rows + residual`, in the place of `rows`, and its norm."""
-        return triton_layer.add_rms_norm(rows, residual, weight, epsilon)
-
-    def silu_gate(self, rows: Tensor) -> Tensor:
-        """Gives SiLU of the first half of each row, times the second half."""
-        return triton_layer.silu_gate(rows)

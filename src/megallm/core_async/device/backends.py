@@ -69,7 +69,8 @@ def _cuda_backend(name: str, model: ModelShape, sdpa: SdpaAttention) -> Backend:
     if name == "sdpa" or not _has_triton():
         return Backend(attention=sdpa, ops=TorchOps())
     # imported here, since Triton is where CUDA is
-    from megallm.core_async.device.attention_triton import TritonAttention, TritonOps  # noqa: PLC0415
+    from megallm.core_async.device.attention_triton import TritonAttention  # noqa: PLC0415
+    from megallm.core_async.device.triton_ops import TritonOps  # noqa: PLC0415
 
     triton = TritonAttention()
     reasons = refusals(triton, model.attention_layers)

@@ -140,17 +140,14 @@ void megallm_silu_mul(const float* gate_up, float* y, int64_t rows, int64_t widt
   gate_rows(gate_up, y, rows, width, threads);
 }
 
-// y = silu(gate) * up, times `down`, of gate and up = x times `gate_up`; `chunk` rows at a time, so that what
-// lies between stays in the cache: `between` has room for chunk * 3 * width floats.
-void megallm_gated_mlp(const float* x, const float* gate_up, const float* gate_up_bias, const float* down,
-                       const float* down_bias, float* between, float* y, int64_t rows, int64_t hidden,
-                       int64_t width, int64_t out_width, int64_t chunk, int64_t threads) {
-  float* const gated_rows = between + chunk * 2 * width;
+// y = silu(gate) * up, of gate and up = x times `weight`; `chunk` rows at a time, so that what lies between
+// stays in the cache: `between` has room for chunk * 2 * width floats.
+void megallm_gated_linear(const float* x, const float* weight, const float* bias, float* between, float* y,
+                          int64_t rows, int64_t width, int64_t k_size, int64_t chunk, int64_t threads) {
   for (int64_t row = 0; row < rows; row += chunk) {
     const int64_t count = std::min(chunk, rows - row);
-    Linear{{x + row * hidden, hidden}, gate_up, gate_up_bias, between, count, 2 * width, hidden}.run(threads);
-    gate_rows(between, gated_rows, count, width, threads);
-    Linear{{gated_rows, width}, down, down_bias, y + row * out_width, count, out_width, width}.run(threads);
+    Linear{{x + row * k_size, k_size}, weight, bias, between, count, 2 * width, k_size}.run(threads);
+    gate_rows(between, y + row * width, count, width, threads);
   }
 }
 

@@ -2,7 +2,7 @@
 
 For machines without a compiler alone: the compiled `linear` of cpu_kernels.py takes weights as they are and
 is quicker than torch with any layout, at any number of rows. Measured with 2 threads on weights of 576 to
-3,072 rows and columns, column-major against row-major, as the ratio of times: on an AMD EPYC (Zen 4) 0.5-0.8
+3,072 rows and columns, column-major against row-major, as the ratio of times: on an AMD EPYC (Zen 4) 0.5-1.1
 with 1 or 2 tokens and 0.9-1.3 with 4 to 32; on an Intel Xeon 1.0 with 1 and 0.5-0.6 with 4 to 32. Not for an
 embedding, tied or not: rows are looked up in it, and would lie scattered.
 """

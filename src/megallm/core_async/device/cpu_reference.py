@@ -82,16 +82,9 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
-    def gated_mlp(
-        self,
-        x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-    ) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See cpu_kernels.CpuKernels."""
-        return functional.linear(self.silu_mul(functional.linear(x, gate_up, gate_up_bias)), down, down_bias)
+        return self.silu_mul(functional.linear(x, weight, bias))
 
 
 def check_row(row: int, num_queries: int, context_length: int) -> None:

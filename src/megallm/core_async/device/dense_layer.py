@@ -35,14 +35,20 @@ class LayerOps(Protocol):
         """Gives each row over its root mean square, times `weight`; works over the last dimension."""
         ...
 
-    def add_rms_norm(
-        self, rows: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    def add_linear_norm(
+        self,
+        residual: Tensor,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor,
+        epsilon: float,
     ) -> tuple[Tensor, Tensor]:
-        """Gives `rows + residual` and its norm; may overwrite `rows`, not `residual`."""
+        """Gives `residual + rows @ weight.T + bias` and its norm; overwrites neither input."""
         ...
 
-    def silu_gate(self, rows: Tensor) -> Tensor:
-        """Gives SiLU of the first half of each row, times the second half."""
+    def gated_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Gives the gate of `rows @ weight.T + bias`: SiLU of the first half of each row, times the second."""
         ...
 
 
@@ -78,14 +84,60 @@ class TorchOps:
         gate, up = rows.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 
+    def add_linear_norm(
+        self,
+        residual: Tensor,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor,
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Gives `residual + rows @ weight.T + bias` and its norm."""
+        return self.add_rms_norm(self.linear(rows, weight, bias), residual, norm_weight, epsilon)
+
+    def gated_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Gives the gate of `rows @ weight.T + bias`: SiLU of the first half, times the second."""
+        return self.silu_gate(self.linear(rows, weight, bias))
+
+
+class NextNorm:
+    """A layer's normed input, made by the layer before it together with the sum that is normed.
+
+    One for all layers of a model. Holds at most one pair; nobody else sees it.
+    """
+
+    def __init__(self) -> None:
+        self._hidden: Tensor | None = None
+        self._normed: Tensor | None = None
+
+    def put(self, hidden: Tensor, normed: Tensor) -> None:
+        """Keeps the norm of what a layer is about to return."""
+        self._hidden, self._normed = hidden, normed
+
+    def take(self, hidden: Tensor) -> Tensor | None:
+        """Gives the norm of that very tensor; None where something came between the layers."""
+        normed = self._normed if self._hidden is hidden else None
+        self._hidden = self._normed = None
+        return normed
+
 
 def dense_layer(
-    layer: MegatronModule, attend: Attend, ops: LayerOps, megatrons: Callable[..., tuple[Tensor, None]]
+    layer: MegatronModule,
+    attend: Attend,
+    ops: LayerOps,
+    megatrons: Callable[..., tuple[Tensor, None]],
+    *,
+    following: MegatronModule | None = None,
+    next_norm: NextNorm | None = None,
 ) -> Callable[..., tuple[Tensor, None]]:
     """Gives a layer's forward over `[tokens, 1, hidden]`, as a step needs it.
 
     `megatrons` is the layer's own forward: it runs where somebody hooked a module inside the layer.
+    `following` is the layer after it, if it is such a layer too: its first norm is then made here, with the
+    sum that it is of, and goes through `next_norm`.
     """
+    carried = NextNorm() if next_norm is None else next_norm
     attention, mlp = layer.self_attention, layer.mlp
     hooks: list[object] = [
         vars(module)[kind]
@@ -101,7 +153,9 @@ def dense_layer(
         if any(hooks):
             return megatrons(hidden_states=hidden_states, **others)
         hidden = hidden_states[:, 0]
-        normed = _norm(ops, layer.input_layernorm, hidden)
+        normed = carried.take(hidden_states)
+        if normed is None:
+            normed = _norm(ops, layer.input_layernorm, hidden)
         # one group's query heads, then its key and its value: `[tokens, groups, heads + 2, head_dim]`
         mixed = _linear(ops, attention.linear_qkv, normed).view(len(hidden), num_groups, -1, head_dim)
         query, key, value = mixed[:, :, :-2], mixed[:, :, -2], mixed[:, :, -1]
@@ -109,11 +163,18 @@ def dense_layer(
             query = _norm(ops, query_norm, query.flatten(1, 2))
         if key_norm is not None:
             key = _norm(ops, key_norm, key)
-        attended = _linear(ops, attention.linear_proj, attend(query, key, value))
-        norm = layer.pre_mlp_layernorm
-        hidden, normed = ops.add_rms_norm(attended, hidden, norm.weight, norm.eps)
-        gated = ops.silu_gate(_linear(ops, mlp.linear_fc1, normed))
-        return ops.add_linear(hidden, gated, mlp.linear_fc2.weight, mlp.linear_fc2.bias)[:, None], None
+        attended = attend(query, key, value)
+        hidden, normed = _add_linear_norm(
+            ops, hidden, attended, attention.linear_proj, layer.pre_mlp_layernorm
+        )
+        gated = ops.gated_linear(normed, mlp.linear_fc1.weight, mlp.linear_fc1.bias)
+        if following is None:
+            output = ops.add_linear(hidden, gated, mlp.linear_fc2.weight, mlp.linear_fc2.bias)
+            return output[:, None], None
+        output, normed = _add_linear_norm(ops, hidden, gated, mlp.linear_fc2, following.input_layernorm)
+        output = output[:, None]
+        carried.put(output, normed)
+        return output, None
 
     return forward
 
@@ -137,6 +198,12 @@ def _norm_or_none(norm: MegatronModule) -> nn.RMSNorm | None:
 
 def _norm(ops: LayerOps, norm: MegatronModule, rows: Tensor) -> Tensor:
     return ops.rms_norm(rows, norm.weight, norm.eps)
+
+
+def _add_linear_norm(
+    ops: LayerOps, residual: Tensor, rows: Tensor, linear: MegatronModule, norm: MegatronModule
+) -> tuple[Tensor, Tensor]:
+    return ops.add_linear_norm(residual, rows, linear.weight, linear.bias, norm.weight, norm.eps)
 
 
 def _linear(ops: LayerOps, linear: MegatronModule, rows: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from megallm.core_async.device.attention import Attention, LayerShape, PagedLayer
-from megallm.core_async.device.dense_layer import LayerOps, dense_layer, has_dense_options
+from megallm.core_async.device.dense_layer import LayerOps, NextNorm, dense_layer, has_dense_options
 from megallm.core_async.device.forwards import plain_linear, router_gate
 from megallm.core_async.device.kv_cache import LayerCache
 from megallm.core_async.device.layer_shapes import (
@@ -127,8 +127,9 @@ class ModelHook:
         try:
             self._bind_rotary(max_positions)
             self._bind_detours(ops)
+            next_norm = NextNorm()
             for site, cache in zip(self._sites, caches, strict=True):
-                self._bind_attention(attention, site, cache, ops)
+                self._bind_attention(attention, site, cache, ops, next_norm)
             handle = self._model.output_layer.register_forward_pre_hook(
                 self._only_rows_with_logits, with_kwargs=True
             )
@@ -178,7 +179,12 @@ class ModelHook:
         self._swaps.set(module, name, swapped)
 
     def _bind_attention(
-        self, attention: Attention, site: _AttentionSite, cache: LayerCache, ops: LayerOps
+        self,
+        attention: Attention,
+        site: _AttentionSite,
+        cache: LayerCache,
+        ops: LayerOps,
+        next_norm: NextNorm,
     ) -> None:
         sinks = sinks_of(site.attention, site.shape)
         attend = partial(attention.attend, PagedLayer(shape=site.shape, cache=cache, sinks=sinks))
@@ -190,7 +196,21 @@ class ModelHook:
 
         self._swap(site.attention.core_attention, "forward", forward)
         if _is_dense(site.layer):
-            self._swap(site.layer, "forward", dense_layer(site.layer, attend, ops, site.layer.forward))
+            forward = dense_layer(
+                site.layer,
+                attend,
+                ops,
+                site.layer.forward,
+                following=self._dense_after(site.layer),
+                next_norm=next_norm,
+            )
+            self._swap(site.layer, "forward", forward)
+
+    def _dense_after(self, layer: MegatronModule) -> MegatronModule | None:
+        """Gives the layer after one, where that is dense too."""
+        layers = list(self._model.decoder.layers)
+        following = layers[layers.index(layer) + 1 :][:1]
+        return following[0] if following and _is_dense(following[0]) else None
 
     def _bind_rotary(self, max_positions: int) -> None:
         """Gives every rotary module one row per token; or None, where the backend turns instead."""

@@ -8,6 +8,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +27,8 @@ from megallm.core_async.errors import UnsupportedModelError
 from megallm.core_async.messages import StepPlan
 
 if TYPE_CHECKING:
-    from megallm.core_async.device.decode_graphs import DecodeGraphs
+    from megallm.core_async.device.captured import StepOutputs
+    from megallm.core_async.device.step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +62,8 @@ class TorchRunner:
         self._rules = LogitRules(
             max_requests=config.max_requests, vocab_size=config.vocab_size, device=shape.device
         )
-        self._graphs: DecodeGraphs | None = None
-        """Of decode steps; None where they run op by op."""
+        self._graphs: StepGraphs | None = None
+        """Of steps that are not large; None where all run op by op."""
 
     @property
     def attention_name(self) -> str:
@@ -105,20 +107,21 @@ class TorchRunner:
 
     @torch.inference_mode()
     def _capture(self, attention: Attention) -> None:
-        """Captures decode steps, where every layer's work is the same for every batch of a size."""
+        """Captures steps, where every layer's work is the same for every batch of a size."""
         if not self._hook.is_dense:
-            log.info("decode steps run op by op: CUDA graphs are for models of dense layers alone")
+            log.info("steps run op by op: CUDA graphs are for models of dense layers alone")
             return
         # the kernels need Triton, which comes with torch's CUDA builds alone
-        from megallm.core_async.device.decode_graphs import DecodeGraphs  # noqa: PLC0415
+        from megallm.core_async.device.step_graphs import StepGraphs  # noqa: PLC0415
 
         config = self._config
-        self._graphs = DecodeGraphs(
+        self._graphs = StepGraphs(
             self._hook,
             attention,
             self._rows,
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_sequence_length,
+            max_tokens=config.max_tokens,
             block_size=config.block_size,
             scratch_block=config.num_blocks,
             device=self._device,
@@ -151,12 +154,14 @@ class TorchRunner:
         started = time.perf_counter()
         self._rows.apply(plan)
         self._rules.set_up(plan.new_rows)
+        if self._graphs is not None:
+            self._graphs.follow(plan)
         if not plan.rows:
             return QueuedStep(plan.step, StepTensors(), StepTimes(prepare_s=time.perf_counter() - started))
         if self._graphs is not None:
-            self._graphs.follow(plan)
-            if _only_decodes(plan):
-                return self._replayed(plan, self._graphs, started)
+            outputs = self._graphs.replay(plan)
+            if outputs is not None:
+                return self._after_replay(plan, outputs, started)
         inputs = inputs_of(
             plan, self._rows, block_size=self._config.block_size, device=self._device, rope=self._hook.rope
         )
@@ -181,22 +186,22 @@ class TorchRunner:
         )
         return QueuedStep(plan.step, tensors, times)
 
-    def _replayed(self, plan: StepPlan, graphs: "DecodeGraphs", started: float) -> QueuedStep:
-        """Queues a step of decode rows: one graph, and the sampler where a row wants more than its best token."""
-        rows, positions = column_of(plan.rows), column_of(plan.starts)
-        step = graphs.replay(rows, positions)
+    def _after_replay(self, plan: StepPlan, outputs: "StepOutputs", started: float) -> QueuedStep:
+        """Queues what follows a graph: nothing, or the sampler where a row wants more than its best token."""
         forwarded = time.perf_counter()
-        count = len(rows)
+        places = np.flatnonzero(np.frombuffer(plan.samples, dtype=np.uint8))
+        rows, count = column_of(plan.rows)[places], len(places)
+        if not count:
+            return QueuedStep(plan.step, StepTensors(), StepTimes(forward_s=forwarded - started))
         sampling = self._rows.sampling_of(rows)
         log_probs: LogProbs | None = None
         if sampling.is_greedy.all() and not sampling.wants_log_probs.any() and not self._rules.apply_to(rows):
-            sampled = Sampled(tokens=step.tokens[:count], is_finite=step.is_finite[:count])
+            sampled = Sampled(tokens=outputs.tokens[:count], is_finite=outputs.is_finite[:count])
         else:
-            inputs = step.inputs_of(rows, positions, sampling, num_top=self._rows.num_top_of(rows))
-            sampled, log_probs = self._sampled(step.logits[:count], inputs)
-        times = StepTimes(
-            prepare_s=0.0, forward_s=forwarded - started, sample_s=time.perf_counter() - forwarded
-        )
+            positions = (column_of(plan.starts) + column_of(plan.lengths))[places]
+            inputs = outputs.inputs_of(rows, positions, sampling, num_top=self._rows.num_top_of(rows))
+            sampled, log_probs = self._sampled(outputs.logits[:count], inputs)
+        times = StepTimes(forward_s=forwarded - started, sample_s=time.perf_counter() - forwarded)
         return QueuedStep(plan.step, StepTensors(sampled=sampled, log_probs=log_probs), times)
 
     def _sampled(self, logits: Tensor, inputs: StepInputs) -> tuple[Sampled, LogProbs | None]:
@@ -214,12 +219,6 @@ class TorchRunner:
     def _of_vocabulary(self, logits: Tensor) -> Tensor:
         """Leaves out the output layer's padding, which has logits and no tokens."""
         return logits[:, : self._config.vocab_size]
-
-
-def _only_decodes(plan: StepPlan) -> bool:
-    """Says whether each row computes the token that it sampled last, and samples the next, and no more."""
-    num_rows = len(column_of(plan.rows))
-    return plan.num_decode == num_rows and not plan.targets and plan.samples.count(1) == num_rows
 
 
 def _cache_shapes(shape: ModelShape) -> list[CacheShape]:

@@ -24,18 +24,24 @@ MIN_ROWS = 16
 """Rows that one product has at least; a kv head with fewer query heads leaves some empty."""
 TOKENS = 64
 """Keys that a program takes at a time."""
-MIN_PART = 256
-"""Keys that a part has at least: shorter ones cost more to join than they save."""
+MIN_PART = 64
+"""Keys that a part has at least."""
 MAX_PARTS = 64
-PROGRAMS = 132 * 4
-"""Programs that fill the card; a step with fewer rows is split until there are as many."""
+FEW_PROGRAMS = 132 * 2
+"""Programs that fill the card once, each with many loads in flight."""
+MANY_PROGRAMS = 132 * 4
+"""Programs that fill the card with fewer loads in flight each."""
 JOINED = 16
 """Parts that are joined at a time."""
 
 
 def num_parts_for(num_rows: int, num_kv_heads: int) -> int:
     """Gives how many parts a row's keys may be split into, for a step of so many rows."""
-    return max(1, min(MAX_PARTS, triton.cdiv(PROGRAMS, num_rows * num_kv_heads)))
+    programs = num_rows * num_kv_heads
+    if programs >= FEW_PROGRAMS * 15 // 16:  # a step of 32 rows and 8 kv heads is near enough
+        return 1
+    wanted = FEW_PROGRAMS if programs <= FEW_PROGRAMS // 8 else MANY_PROGRAMS
+    return min(MAX_PARTS, triton.cdiv(wanted, programs))
 
 
 def decode_attention(
@@ -50,12 +56,14 @@ def decode_attention(
 ) -> None:
     """Attends with `query`, `[rows, kv_heads, heads per kv head, head_dim]`, into `out`.
 
-    Row i's blocks are `block_tables[table_rows[i]]`; `out` is `[rows, num_heads, value_head_dim]`.
+    Row i's blocks are `block_tables[table_rows[i]]`; `out` is `[rows, num_heads, value_head_dim]`. A row
+    whose `kv_lengths` is 0 is left out.
     """
     shape, keys, values = layer.shape, layer.cache.keys, layer.cache.values
     rows, kv_heads, group, head_dim = query.shape
     value_dim = shape.value_head_dim
     is_direct = num_parts == 1
+    programs = rows * kv_heads * num_parts
     parts = parts_max = out
     if not is_direct:
         parts = torch.empty(
@@ -94,7 +102,7 @@ def decode_attention(
         IS_DIRECT=is_direct,
         PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
         num_warps=4,
-        num_stages=3 if keys.dtype.itemsize == 2 and head_dim <= 128 else 2,  # noqa: PLR2004 - shared memory
+        num_stages=_stages_for(programs, head_dim, keys.dtype),
     )
     if not is_direct:
         _join_parts[(kv_heads * group, rows)](
@@ -119,6 +127,13 @@ def decode_attention(
 def _tokens_for(head_dim: int, dtype: torch.dtype) -> int:
     """Gives how many keys fit a program's share of shared memory, several times over."""
     return TOKENS if head_dim * dtype.itemsize <= 256 else TOKENS // 2  # noqa: PLR2004 - 256 bytes a key
+
+
+def _stages_for(programs: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Gives how many tiles of keys are on their way: more where programs are few, as memory allows."""
+    if head_dim * dtype.itemsize > 256:  # noqa: PLR2004 - 256 bytes a key
+        return 2
+    return 5 if programs <= FEW_PROGRAMS else 4
 
 
 @triton.jit
@@ -246,7 +261,10 @@ def _join_parts(
     JOINED: tl.constexpr,
 ):
     head, row = tl.program_id(0), tl.program_id(1)
-    _, _, count = _part_of(tl.load(kv_lengths + row), 0, num_parts, TOKENS, MIN_PART, WINDOW)
+    length = tl.load(kv_lengths + row)
+    if length == 0:
+        return
+    _, _, count = _part_of(length, 0, num_parts, TOKENS, MIN_PART, WINDOW)
     dims = tl.arange(0, VALUE_WIDTH)
     kv_heads = tl.num_programs(0) // GROUP
     start = (row.to(tl.int64) * kv_heads + head // GROUP) * num_parts * GROUP + head % GROUP

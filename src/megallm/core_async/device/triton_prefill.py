@@ -30,21 +30,22 @@ def prefill_attention(
     table_rows: Tensor,
     query_starts: Tensor,
     kv_lengths: Tensor,
-    first_row: int,
-    max_query_length: int,
+    num_queries: int,
     out: Tensor,
 ) -> None:
-    """Attends for the rows from `first_row` on; `query` and `out` hold the tokens of all rows.
+    """Attends for some rows of at most `num_queries` queries in all, one after the other.
 
-    `query` is `[tokens, kv_heads, heads per kv head, head_dim]`, `out` `[tokens, num_heads,
-    value_head_dim]`. A row's last query is its last key's.
+    `query_starts`, `[rows + 1]`, are places in `query`, `[tokens, kv_heads, heads per kv head, head_dim]`,
+    and `out`, `[tokens, num_heads, value_head_dim]`. A row's last query is its last key's; a row whose
+    `kv_lengths` is 0 is left out.
     """
     shape, keys, values = layer.shape, layer.cache.keys, layer.cache.values
     _, kv_heads, group, head_dim = query.shape
     is_wide = max(head_dim, shape.value_head_dim) * keys.dtype.itemsize > 256  # noqa: PLR2004 - shared memory
     queries = max(QUERIES // 2 if is_wide else QUERIES, triton.next_power_of_2(group))
-    num_rows = len(kv_lengths) - first_row
-    grid = (triton.cdiv(max_query_length, queries // group), kv_heads, num_rows)
+    num_rows = len(kv_lengths)
+    # row r's tiles begin at tile `queries before it // queries of a tile + r`: a few tiles stay empty
+    grid = (num_queries // (queries // group) + num_rows, kv_heads)
     _attend_tiles[grid](
         query,
         keys,
@@ -56,7 +57,7 @@ def prefill_attention(
         out if layer.sinks is None else layer.sinks,
         out,
         shape.scale * LOG2_E,
-        first_row,
+        num_rows,
         *query.stride()[:3],
         *keys.stride()[:3],
         *values.stride()[:3],
@@ -139,7 +140,7 @@ def _tile_of_keys(
     return new_best, total * shrink + tl.sum(weights, 1), mixed
 
 
-@triton.jit(do_not_specialize=["first_row"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _attend_tiles(
     query,
     keys,
@@ -151,7 +152,7 @@ def _attend_tiles(
     sinks,
     out,
     scale,
-    first_row,
+    num_rows,
     query_row,
     query_kv_head,
     query_head,
@@ -174,15 +175,22 @@ def _attend_tiles(
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    kv_head, row = tl.program_id(1), tl.program_id(2) + first_row
+    kv_head = tl.program_id(1)
+    per_tile: tl.constexpr = QUERIES // GROUP
+    # the last rows' tiles start first: in a step of decode rows and chunks they have work
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    origin = tl.load(query_starts)
+    row = -1
+    for first in range(0, num_rows, 128):
+        some = first + tl.arange(0, 128)
+        starts = tl.load(query_starts + some, mask=some < num_rows, other=0) - origin
+        row += tl.sum(((starts // per_tile + some <= tile) & (some < num_rows)).to(tl.int32), 0)
     query_start = tl.load(query_starts + row)
     num_queries = tl.load(query_starts + row + 1) - query_start
-    per_tile: tl.constexpr = QUERIES // GROUP
-    # the last tile has the most keys: it starts first
-    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * per_tile
-    if first_query >= num_queries:
-        return
+    first_query = (tile - (query_start - origin) // per_tile - row) * per_tile
     length = tl.load(kv_lengths + row)
+    if (first_query >= num_queries) | (length == 0):
+        return
     lines = tl.arange(0, QUERIES)
     line_query = first_query + lines // GROUP
     is_line = (lines < per_tile * GROUP) & (line_query < num_queries)

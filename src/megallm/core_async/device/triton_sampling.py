@@ -16,24 +16,34 @@ from torch import Tensor
 CHUNK = 4096
 """Logits that one program looks at."""
 ROWS = 128
-"""Decode rows whose inputs one program prepares."""
+"""Tokens whose inputs one program prepares."""
 
 
-class DecodeTensors(Struct, frozen=True, eq=False):
-    """The inputs of a step of decode rows, on the device."""
+class TokenTensors(Struct, frozen=True, eq=False):
+    """What a step's tokens are and where they go, on the device."""
 
     token_ids: Tensor
-    """`[rows]`, int64."""
+    """`[tokens]`, int64."""
     slots: Tensor
-    """`[rows]`, int64."""
+    """`[tokens]`, int64."""
     kv_lengths: Tensor
-    """`[rows]`, int32."""
+    """`[tokens]`, int32: how many tokens of its row each one sees, itself included."""
 
 
-def decode_tensors(
-    rows: Tensor, positions: Tensor, last_tokens: Tensor, block_tables: Tensor, *, block_size: int
-) -> DecodeTensors:
-    """Looks up each row's newest token, and the slot of its position (int32 rows and positions)."""
+def look_up(
+    rows: Tensor,
+    positions: Tensor,
+    last_tokens: Tensor,
+    block_tables: Tensor,
+    *,
+    block_size: int,
+    known: Tensor | None = None,
+) -> TokenTensors:
+    """Looks up each token's id, and the slot of its position; all columns are int32, `[tokens]`.
+
+    `rows` is which row each token is of. `known` are the ids, or -1 where it is the row's newest token,
+    which all of them are where there is none.
+    """
     count = len(rows)
     token_ids = torch.empty(count, dtype=torch.int64, device=rows.device)
     slots = torch.empty_like(token_ids)
@@ -43,16 +53,18 @@ def decode_tensors(
         positions,
         last_tokens,
         block_tables,
+        rows if known is None else known,
         token_ids,
         slots,
         kv_lengths,
         count,
         block_tables.stride(0),
+        HAS_KNOWN=known is not None,
         BLOCK=block_size,
         ROWS=ROWS,
         num_warps=1,
     )
-    return DecodeTensors(token_ids=token_ids, slots=slots, kv_lengths=kv_lengths)
+    return TokenTensors(token_ids=token_ids, slots=slots, kv_lengths=kv_lengths)
 
 
 def take_best(logits: Tensor, rows: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,11 +99,13 @@ def _look_up(
     positions,
     last_tokens,
     block_tables,
+    known,
     token_ids,
     slots,
     kv_lengths,
     count,
     table_row,
+    HAS_KNOWN: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -100,7 +114,11 @@ def _look_up(
     row = tl.load(rows + places, mask=mask, other=0).to(tl.int64)
     position = tl.load(positions + places, mask=mask, other=0)
     block = tl.load(block_tables + row * table_row + position // BLOCK, mask=mask, other=0).to(tl.int64)
-    tl.store(token_ids + places, tl.load(last_tokens + row, mask=mask, other=0), mask=mask)
+    ids = tl.load(last_tokens + row, mask=mask, other=0)
+    if HAS_KNOWN:
+        given = tl.load(known + places, mask=mask, other=0)
+        ids = tl.where(given < 0, ids, given.to(tl.int64))
+    tl.store(token_ids + places, ids, mask=mask)
     tl.store(slots + places, block * BLOCK + position % BLOCK, mask=mask)
     tl.store(kv_lengths + places, position + 1, mask=mask)
 

@@ -37,13 +37,13 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._tables: dict[Row, list[BlockId]] = {}
         """Rows that hold a block or more."""
-        self._index = PrefixIndex(block_size)
+        self._index = PrefixIndex(num_blocks, block_size)
         self._coming: dict[bytes, Row] = {}
         """Keys of blocks that a row is about to fill: who wants one waits for it."""
         self._coming_of: dict[Row, list[bytes]] = {}
         """The same keys by row, those that were filled included."""
         self._unshared: set[Row] = set()
-        """Rows whose blocks can't be made known any more."""
+        """Rows that began before the prefixes were forgotten: none of their blocks is made known."""
 
     @property
     def num_blocks(self) -> int:
@@ -250,14 +250,14 @@ class BlockPool:
             self._num_holders[block] -= 1
             if self._num_holders[block]:
                 continue
-            kept = self._index.settle(block) if self._keeps_cached else None
-            if kept == block:
+            first = self._index.first_of(block) if self._keeps_cached else None
+            if first == block:
                 self._cached[block] = None
                 continue
             self._index.forget(block)
             self._free.append(block)
-            if kept is not None and kept in self._cached:  # used just now, by its copy
-                self._cached.move_to_end(kept)
+            if first is not None and first in self._cached:  # used just now, by its copy
+                self._cached.move_to_end(first)
 
     def _share(self, filled: FilledBlock) -> None:
         """Makes a filled block known, unless another of the same prefix is."""
@@ -267,8 +267,7 @@ class BlockPool:
             return
         table = self._tables[filled.row]
         before = table[filled.place - 1] if filled.place else None
-        if not self._index.add(table[filled.place], filled, before):
-            self._unshared.add(filled.row)
+        self._index.add(table[filled.place], filled, before)
 
 
 def _is_ordered(rows: Sequence[Row], victims: Sequence[Row]) -> bool:

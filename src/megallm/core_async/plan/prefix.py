@@ -8,8 +8,6 @@ What a key finds is served only when all tokens up to it are equal: no collision
 from array import array
 from hashlib import sha256
 
-from msgspec import Struct
-
 from megallm.core_async.messages import BlockId, FilledBlock, Ints
 
 ROOT = bytes(32)
@@ -37,33 +35,31 @@ def public_hash(key: bytes) -> int:
     return int.from_bytes(key[:8], "little") % (2**63 - 1) + 1
 
 
-class Prefix(Struct, frozen=True, eq=False):  # gc=False: test_a_prefix_of_any_length_is_dropped crashes
-    """The tokens of a block and all before them."""
-
-    key: bytes
-    above: "Prefix | bytes"
-    """The prefix before the block's tokens; before a first block, the root."""
-    tokens: Ints
-
-
 class PrefixIndex:
-    """Blocks by the prefix they end. One of them is found by its key; copies of it stand by."""
+    """Blocks by the prefix they end: one of them is found by its key, copies of it stand by.
 
-    def __init__(self, block_size: int) -> None:
+    A prefix is known as long as one block of it is, and none goes before what follows it: that a key
+    and its parent's are right then means that all tokens are, whatever other prefixes have the keys.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self._width = 4 * block_size
         """Bytes of one block's token ids."""
         self._blocks: dict[bytes, BlockId] = {}
         """The blocks that are found, by key."""
-        self._prefixes: dict[BlockId, Prefix] = {}
-        """Of those and of their copies."""
+        self._keys: list[bytes | None] = [None] * num_blocks
+        """Of those and of their copies, by block."""
+        self._contents = [b""] * num_blocks
+        """The parent's key and the token ids of the same, in one: what a lookup compares."""
+        self._copies: dict[bytes, list[BlockId]] = {}
+        self._is_copy: set[BlockId] = set()
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def __contains__(self, block: BlockId) -> bool:
-        """Whether the block is one that is found."""
-        prefix = self._prefixes.get(block)
-        return prefix is not None and self._blocks.get(prefix.key) == block
+        """Whether the block is known."""
+        return self._keys[block] is not None
 
     def find(self, keys: list[bytes], tokens: Ints, *, root: bytes, most: int) -> list[BlockId]:
         """Gives the blocks of the longest known prefix of `tokens`, `most` at the most.
@@ -71,71 +67,69 @@ class PrefixIndex:
         `keys`: of the complete blocks of `tokens`; the first has `root` for its parent.
         """
         found: list[BlockId] = []
-        above: Prefix | bytes = root
-        for place, key in enumerate(keys[:most]):
+        parent, start = root, 0
+        for key in keys[:most]:
             block = self._blocks.get(key)
-            if block is None:
-                break
-            prefix = self._prefixes[block]
-            if prefix.tokens != self._slice(tokens, place) or not _is_same(prefix.above, above):
+            end = start + self._width
+            if block is None or self._contents[block] != parent + tokens[start:end]:
                 break
             found.append(block)
-            above = prefix
+            parent, start = key, end
         return found
 
-    def add(self, block: BlockId, filled: FilledBlock, before: BlockId | None) -> bool:
+    def add(self, block: BlockId, filled: FilledBlock, before: BlockId | None) -> None:
         """Makes a block known that follows the block `before`; a copy of one that is known stands by.
 
-        False when the key is another prefix's, or `before` is not known: nothing that follows it may be.
+        It stays unknown when its key is another prefix's, or `before` is unknown.
         """
-        above = filled.parent if before is None else self._prefixes.get(before)
-        if above is None:
-            return False
-        prefix = Prefix(filled.key, above, filled.tokens)
-        first = self._blocks.setdefault(filled.key, block)
+        if before is not None and self._keys[before] is None:
+            return
+        key, content = filled.key, filled.parent + filled.tokens
+        first = self._blocks.setdefault(key, block)
         if first != block:
-            known = self._prefixes[first]
-            if not _is_same(known, prefix):
-                return False
-            prefix = known
-        self._prefixes[block] = prefix
-        return True
+            if self._contents[first] != content:
+                return
+            self._copies.setdefault(key, []).append(block)
+            self._is_copy.add(block)
+        self._keys[block], self._contents[block] = key, content
 
-    def settle(self, block: BlockId) -> BlockId | None:
-        """Gives the block that is found in the place of this one: itself, unless it is a copy of one."""
-        prefix = self._prefixes.get(block)
-        return None if prefix is None else self._blocks.setdefault(prefix.key, block)
+    def first_of(self, block: BlockId) -> BlockId | None:
+        """Gives the block that is found for this one's prefix: itself, unless it is a copy of one."""
+        key = self._keys[block]
+        return None if key is None else self._blocks[key] if block in self._is_copy else block
 
     def forget(self, block: BlockId) -> None:
-        """Makes a block unknown; one that is not known stays so."""
-        prefix = self._prefixes.pop(block, None)
-        if prefix is not None and self._blocks.get(prefix.key) == block:
-            del self._blocks[prefix.key]
+        """Makes a block unknown; its first copy is found from now on."""
+        key = self._keys[block]
+        if key is None:
+            return
+        self._keys[block], self._contents[block] = None, b""
+        copies = self._copies.get(key)
+        if copies is None:
+            del self._blocks[key]
+            return
+        if block in self._is_copy:
+            copies.remove(block)
+        else:
+            block = self._blocks[key] = copies.pop(0)
+        self._is_copy.remove(block)
+        if not copies:
+            del self._copies[key]
 
     def clear(self) -> None:
         """Makes all blocks unknown."""
         self._blocks.clear()
-        self._prefixes.clear()
+        self._copies.clear()
+        self._is_copy.clear()
+        self._keys = [None] * len(self._keys)
+        self._contents = [b""] * len(self._contents)
 
     def check(self) -> None:
         """Asserts that keys and blocks name each other."""
-        odd = [
-            block
-            for key, block in self._blocks.items()
-            if block not in self._prefixes or self._prefixes[block].key != key
-        ]
+        known = [block for block, key in enumerate(self._keys) if key is not None]
+        named = [(key, block) for key, block in self._blocks.items()]
+        named += [(key, block) for key, blocks in self._copies.items() for block in blocks]
+        odd = [block for key, block in named if self._keys[block] != key]
         assert not odd, f"blocks {odd} are found by keys they do not have"
-
-    def _slice(self, tokens: Ints, place: int) -> bytes:
-        return tokens[place * self._width : (place + 1) * self._width]
-
-
-def _is_same(one: Prefix | bytes, other: Prefix | bytes) -> bool:
-    """Whether two prefixes are of the same tokens. They are one object, or soon have one above them."""
-    while one is not other:
-        if isinstance(one, bytes) or isinstance(other, bytes):
-            return one == other
-        if one.tokens != other.tokens:
-            return False
-        one, other = one.above, other.above
-    return True
+        assert sorted(block for _, block in named) == known, f"blocks {known} are known, {named} are found"
+        assert sum(map(len, self._copies.values())) == len(self._is_copy)

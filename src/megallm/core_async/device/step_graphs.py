@@ -1,0 +1,310 @@
+"""Steps as CUDA graphs: of decode rows alone, by rows; and of rows and chunks mixed, by tokens.
+
+A launch replays the smallest graph that holds its step; places left over are a scratch row's, which has a
+block of its own. All that a replay needs from the host are columns of int32, in one copy: block tables and
+newest tokens stay on the device. Steps with more tokens than the largest graph run op by op: they take
+the device longer than the host. Knows the hook, the rows' tensors and the kernels at both ends of a step.
+Import it only where it runs, as the kernels.
+"""
+
+import bisect
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megallm.core_async.device.attention import Attention, AttentionBatch
+from megallm.core_async.device.captured import CapturedStep, Staging, StepOutputs, captured, padded
+from megallm.core_async.device.kv_cache import num_blocks_for
+from megallm.core_async.device.model import ModelHook
+from megallm.core_async.device.rows import IntColumn, Rows, column_of, ramps
+from megallm.core_async.device.step_inputs import StepInputs
+from megallm.core_async.device.triton_sampling import look_up, take_best
+from megallm.core_async.messages import Ints, StepPlan
+
+log = logging.getLogger(__name__)
+
+FIRST_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
+ROW_STEP = 32
+"""From the last of the first sizes on."""
+TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Sizes of mixed steps."""
+_NOTHING = np.zeros(0, dtype=np.int32)
+_NEWEST = -1
+"""Stands for the token that a row sampled last."""
+
+
+def row_sizes(max_rows: int) -> list[int]:
+    """Gives the numbers of decode rows that are captured, the last one `max_rows`."""
+    sizes = [*FIRST_ROWS, *range(FIRST_ROWS[-1] + ROW_STEP, max_rows, ROW_STEP)]
+    return [*(size for size in sizes if size < max_rows), max_rows]
+
+
+def token_sizes(max_tokens: int) -> list[int]:
+    """Gives the numbers of tokens of mixed steps that are captured."""
+    return [size for size in TOKENS if size <= max_tokens]
+
+
+class StepGraphs:
+    """The captured steps of one runner; all of its methods are called on the rank's thread.
+
+    They read the cache and the weights where these were at `capture`: call `drop` before the cache's memory
+    is given back, and `capture` once it is there again.
+    """
+
+    def __init__(
+        self,
+        hook: ModelHook,
+        attention: Attention,
+        rows: Rows,
+        *,
+        vocab_size: int,
+        max_sequence_length: int,
+        max_tokens: int,
+        block_size: int,
+        scratch_block: int,
+        device: torch.device,
+    ) -> None:
+        self._hook = hook
+        self._attention = attention
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._device = device
+        self._max_rows = self._scratch_row = len(rows.block_tables)
+        self._block_tables = torch.full(
+            (self._max_rows + 1, num_blocks_for(max_sequence_length, block_size)),
+            scratch_block,
+            dtype=torch.int32,
+            device=device,
+        )
+        self._row_sizes = row_sizes(self._max_rows)
+        self._token_sizes = token_sizes(max_tokens)
+        most = max(self._token_sizes, default=0)
+        self._staging = Staging(3 * most + 6 * self._max_rows + 1, device)
+        self._query_starts = torch.arange(self._max_rows + 1, dtype=torch.int32, device=device)
+        self._decodes: dict[int, CapturedStep] = {}
+        self._mixed: dict[int, CapturedStep] = {}
+
+    def capture(self) -> None:
+        """Captures every size, in seconds; says in the log how many."""
+        began = time.perf_counter()
+        stream = torch.cuda.Stream()
+        pool: tuple[int, int] | None = None
+        # the largest first: the memory of its inner tensors holds those of all others
+        for size in reversed(self._token_sizes):
+            self._put_mixed(_NO_STEP, size)
+            step = self._mixed[size] = captured(self._mixed_step_of(size), stream, pool)
+            pool = step.graph.pool()
+        for size in reversed(self._row_sizes):
+            self._put_decodes(_NOTHING, _NOTHING, size)
+            step = self._decodes[size] = captured(self._decode_step_of(size), stream, pool)
+            pool = step.graph.pool()
+        torch.cuda.current_stream().wait_stream(stream)
+        log.info(
+            "captured steps of up to %d decode rows in %d sizes, and of mixed tokens in %d, in %.1f s",
+            self._max_rows,
+            len(self._row_sizes),
+            len(self._token_sizes),
+            time.perf_counter() - began,
+        )
+
+    def drop(self) -> None:
+        """Frees the graphs and their memory; what is captured again later knows the same block tables."""
+        self._decodes.clear()
+        self._mixed.clear()
+
+    def follow(self, plan: StepPlan) -> None:
+        """Takes the plan's block-table changes to the device; called for every plan, in order."""
+        if not plan.blocks:
+            return
+        counts = column_of(plan.changed_counts)
+        rows = np.repeat(column_of(plan.changed_rows), counts)
+        entries = np.repeat(column_of(plan.changed_starts), counts) + ramps(counts)
+        places = rows * np.int32(self._block_tables.shape[1]) + entries
+        pinned = torch.from_numpy(np.stack((places, column_of(plan.blocks)))).pin_memory()
+        places_t, blocks_t = pinned.to(self._device, non_blocking=True)
+        self._block_tables.view(-1).index_copy_(0, places_t.long(), blocks_t)
+
+    def replay(self, plan: StepPlan) -> StepOutputs | None:
+        """Queues a plan's step; None where no graph holds it, and nothing is queued."""
+        rows = column_of(plan.rows)
+        if plan.targets:
+            return None
+        if plan.num_decode == len(rows) and plan.samples.count(1) == len(rows):
+            size = self._row_sizes[bisect.bisect_left(self._row_sizes, len(rows))]
+            self._put_decodes(rows, column_of(plan.starts), size)
+            step = self._decodes[size]
+        else:
+            num_tokens = plan.num_decode + len(column_of(plan.tokens))
+            place = bisect.bisect_left(self._token_sizes, max(num_tokens, len(rows)))
+            if place == len(self._token_sizes):
+                return None
+            size = self._token_sizes[place]
+            self._put_mixed(plan, size)
+            step = self._mixed[size]
+        step.graph.replay()
+        return step.outputs
+
+    # ---- steps of decode rows ------------------------------------------------------------------
+
+    def _put_decodes(self, rows: IntColumn, positions: IntColumn, size: int) -> None:
+        self._staging.copy([padded(rows, size, self._scratch_row), padded(positions, size, 0)])
+
+    def _decode_step_of(self, size: int) -> Callable[[], StepOutputs]:
+        rows, positions = self._columns([size, size])
+
+        def step() -> StepOutputs:
+            tokens = look_up(
+                rows, positions, self._rows.last_tokens, self._block_tables, block_size=self._block_size
+            )
+            batch = self._batch(
+                num_tokens=size,
+                num_decode=size,
+                positions=positions,
+                slots=tokens.slots,
+                query_starts=self._query_starts[: size + 1],
+                kv_lengths=tokens.kv_lengths,
+                table_rows=rows,
+                chunk_lengths=None,
+            )
+            return self._run(tokens.token_ids, batch, logit_tokens=None, sampled_rows=rows)
+
+        return step
+
+    # ---- mixed steps ---------------------------------------------------------------------------
+
+    def _put_mixed(self, plan: StepPlan, size: int) -> None:
+        rows, starts, lengths = column_of(plan.rows), column_of(plan.starts), column_of(plan.lengths)
+        num_rows, decodes = min(size, self._max_rows), plan.num_decode
+        query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        ends = starts + lengths
+        samples = np.flatnonzero(np.frombuffer(plan.samples, dtype=np.uint8))
+        newest = np.full(decodes, _NEWEST, dtype=np.int32)
+        chunk_lengths = ends.copy()
+        chunk_lengths[:decodes] = 0
+        self._staging.copy(
+            [
+                padded(np.concatenate((newest, column_of(plan.tokens))), size, 0),
+                padded(np.repeat(rows, lengths), size, self._scratch_row),
+                padded(np.repeat(starts, lengths) + ramps(lengths), size, 0),
+                padded(rows, num_rows, self._scratch_row),
+                padded(ends[:decodes], num_rows, 0),
+                padded(chunk_lengths, num_rows, 0),
+                padded(query_starts[1:][samples] - 1, num_rows, 0),
+                padded(rows[samples], num_rows, self._scratch_row),
+                padded(query_starts, num_rows + 1, int(query_starts[-1])),
+            ]
+        )
+
+    def _mixed_step_of(self, size: int) -> Callable[[], StepOutputs]:
+        num_rows = min(size, self._max_rows)
+        known, token_rows, positions, *of_rows = self._columns([size] * 3 + [num_rows] * 5 + [num_rows + 1])
+        table_rows, decode_lengths, chunk_lengths, logit_tokens, sampled_rows, query_starts = of_rows
+
+        def step() -> StepOutputs:
+            tokens = look_up(
+                token_rows,
+                positions,
+                self._rows.last_tokens,
+                self._block_tables,
+                block_size=self._block_size,
+                known=known,
+            )
+            batch = self._batch(
+                num_tokens=size,
+                num_decode=num_rows,
+                positions=positions,
+                slots=tokens.slots,
+                query_starts=query_starts,
+                kv_lengths=decode_lengths,
+                table_rows=table_rows,
+                chunk_lengths=chunk_lengths,
+            )
+            return self._run(tokens.token_ids, batch, logit_tokens=logit_tokens, sampled_rows=sampled_rows)
+
+        return step
+
+    # ---- both ----------------------------------------------------------------------------------
+
+    def _columns(self, sizes: Sequence[int]) -> Sequence[Tensor]:
+        return self._staging.columns[: sum(sizes)].split(list(sizes))
+
+    def _batch(
+        self,
+        *,
+        num_tokens: int,
+        num_decode: int,
+        positions: Tensor,
+        slots: Tensor,
+        query_starts: Tensor,
+        kv_lengths: Tensor,
+        table_rows: Tensor,
+        chunk_lengths: Tensor | None,
+    ) -> AttentionBatch:
+        rope = self._hook.rope
+        return AttentionBatch(
+            num_tokens=num_tokens,
+            num_decode=num_decode,
+            max_query_length=num_tokens,
+            max_kv_length=self._block_tables.shape[1] * self._block_size,
+            positions=positions,
+            slots=slots,
+            query_starts=query_starts,
+            kv_lengths=kv_lengths,
+            block_tables=self._block_tables,
+            table_rows=table_rows,
+            chunk_lengths=chunk_lengths,
+            host_starts=_NOTHING,
+            host_query_starts=_NOTHING,
+            host_kv_lengths=_NOTHING,
+            host_block_tables=_NOTHING,
+            cosines=None if rope is None else rope.cosines.index_select(0, positions),
+            sines=None if rope is None else rope.sines.index_select(0, positions),
+            is_rope_interleaved=rope is not None and rope.is_interleaved,
+        )
+
+    def _run(
+        self, token_ids: Tensor, batch: AttentionBatch, *, logit_tokens: Tensor | None, sampled_rows: Tensor
+    ) -> StepOutputs:
+        inputs = StepInputs(
+            token_ids=token_ids,
+            batch=batch,
+            logit_tokens=logit_tokens,
+            num_samples=len(sampled_rows),
+            sampled_rows=sampled_rows,
+            host_sampled_rows=_NOTHING,
+            sampling=self._rows.sampling_of(_NOTHING),
+            sampled_positions=_NOTHING,
+            num_top=0,
+            scored_tokens=None,
+            targets=None,
+        )
+        self._attention.begin_step(batch)
+        logits = self._hook.forward(inputs, _score_nothing)[:, : self._vocab_size]
+        tokens, is_finite = take_best(logits, sampled_rows, self._rows.last_tokens)
+        return StepOutputs(inputs=inputs, logits=logits, tokens=tokens, is_finite=is_finite)
+
+
+def _score_nothing(logits: Tensor, first: int) -> None:
+    raise AssertionError(f"a captured step scores {len(logits)} tokens from {first}")
+
+
+_NO_STEP = StepPlan(
+    step=0,
+    num_decode=0,
+    rows=Ints(b""),
+    starts=Ints(b""),
+    lengths=Ints(b""),
+    samples=b"",
+    tokens=Ints(b""),
+    new_rows=[],
+    changed_rows=Ints(b""),
+    changed_starts=Ints(b""),
+    changed_counts=Ints(b""),
+    blocks=Ints(b""),
+)
