@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         default="smollm2-135m",
-        help=f"a known name, a path, or a shape with random weights: {', '.join(SHAPES)} (default: %(default)s)",
+        help=f"a known name, a path, or random weights: {', '.join(SHAPES)} (default: %(default)s)",
     )
     add(
         "--cases",

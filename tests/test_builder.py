@@ -26,6 +26,7 @@ def built(**changes: Any) -> Parts:  # Any: the constructor's arguments, wrong o
         "coordinator_port": None,
         "inference_wrapper_cls": None,
         "attention_backend": "auto",
+        "batch_invariant": False,
         **changes,
     }
     return build(**arguments)

@@ -20,6 +20,7 @@ def base(*, use_coordinator: bool = True) -> LLMBase:
         coordinator_port=None,
         inference_wrapper_cls=None,
         attention_backend="auto",
+        batch_invariant=False,
     )
 
 

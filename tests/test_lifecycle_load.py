@@ -8,7 +8,7 @@ from tests.fakes import continuation
 
 pytestmark = pytest.mark.anyio
 
-MANY = 1_500
+MANY = 1_100
 """More than the lifecycle's mailbox holds."""
 
 
@@ -38,7 +38,7 @@ async def test_too_many_calls_at_once_are_refused_and_do_no_harm(call: str) -> N
     arguments = [1] if call == "set_generation_epoch" else []
     async with driving("native") as driver:
         await driver.generate([[1]], 1)
-        calls = [driver.start(driver.call(call, *arguments)) for _ in range(3 * MANY)]
+        calls = [driver.start(driver.call(call, *arguments)) for _ in range(4 * MANY)]
         errors = [await each.error() for each in calls]
         refused = [error for error in errors if error is not None]
         assert 0 < len(refused) < len(calls)

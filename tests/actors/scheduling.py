@@ -148,6 +148,7 @@ class Pump:
         self._pending: deque[PendingStep] = deque()
         self._result: StepResult | None = None
         self._computed: dict[Row, int] = {}
+        self._owners: dict[Row, RequestId] = {}
 
     @property
     def num_in_flight(self) -> int:
@@ -237,8 +238,18 @@ class Pump:
         assert set(plan.samples[decodes]) <= {1}
         assert len(unpack_ints(plan.tokens)) == sum(lengths[plan.num_decode :])
         for setup in plan.new_rows:
+            self._owners[setup.row] = RequestId(setup.sampling.seed)
             self._admit(RequestId(setup.sampling.seed))
             self._computed.pop(setup.row, None)
+        for row, start, count in zip(
+            unpack_ints(plan.changed_rows),
+            unpack_ints(plan.changed_starts),
+            unpack_ints(plan.changed_counts),
+            strict=True,
+        ):
+            prompt = self.accounts[self._owners[Row(row)]].prompt
+            num_blocks = -(-(len(prompt.tokens) + prompt.num_new) // self.limits.block_size)
+            assert start + count <= num_blocks, f"row {row} has {start + count} blocks, {num_blocks} at most"
         for row, start, length in zip(rows, starts, lengths, strict=True):
             first = start if self.limits.block_size and start % self.limits.block_size == 0 else 0
             assert start == self._computed.get(row, first), f"row {row} goes on at {start}"

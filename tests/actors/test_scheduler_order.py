@@ -91,3 +91,18 @@ async def test_one_that_is_preferred_grows_before_those_that_decode() -> None:
         preferred.check()
         await pump.check_all_free()
     assert [account.ending.num_preemptions for account in (other, preferred) if account.ending] == [1, 0]
+
+
+async def test_an_admission_leaves_those_that_run_a_block_each_to_grow() -> None:
+    """It would be the first to yield in the very next step, and would have been computed for nothing."""
+    async with pumping(num_blocks=4) as pump:
+        (running,) = await pump.submit(Prompt((1, 2, 3), 5))
+        await pump.turn()
+        (waiting,) = await pump.submit(Prompt(tuple(range(12)), 1))
+        while running.ending is None:
+            await pump.turn()
+            assert running.ending is not None or not waiting.num_admissions
+        await pump.run()
+        running.check()
+        waiting.check()
+    assert pump.stats.preemptions == 0

@@ -210,6 +210,7 @@ async def test_ending_all_tells_of_each_what_it_had() -> None:
             await pump.turn()
         await pump.run(may_plan=False)
         pump.enter(await pump.scheduler.address.ask(FinishAll("abort")))
+        assert (await pump.count_blocks()).num_used == 0, "at once: no step may come for long"
         assert [account.is_started for account in accounts] == [True, True]
         assert [len(account.tokens) > 0 for account in accounts] == [True, False]
         for account in accounts:

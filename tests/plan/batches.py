@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 
 from megallm.core_async.messages import (
     Admission,
@@ -13,12 +14,17 @@ from megallm.core_async.messages import (
     pack_ints,
 )
 from megallm.core_async.plan.block_pool import BlockPool
-from megallm.core_async.plan.prefix import child_key, root_of
+from megallm.core_async.plan.prefix import root_of
 
 type KeyOf = Callable[[bytes, array[int]], bytes]
 
 PLENTY = 10_000
 """Tokens of a step: more than any test here computes."""
+
+
+def child_key(parent: bytes, tokens: array[int]) -> bytes:
+    """Gives the key of the block that holds `tokens` after the block known as `parent`."""
+    return sha256(parent + array("q", tokens).tobytes()).digest()
 
 
 def rows_of(*numbers: int) -> list[Row]:

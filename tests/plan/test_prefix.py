@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megallm.core_async.messages import BlockId, FilledBlock, Row, pack_ints
-from megallm.core_async.plan.prefix import ROOT, PrefixIndex, child_key, extend_keys, public_hash, root_of
+from megallm.core_async.plan.prefix import ROOT, PrefixIndex, extend_keys, public_hash, root_of
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 10
@@ -95,12 +95,10 @@ def test_every_salt_has_a_root_of_its_own() -> None:
     assert keys_of([1, 2], root_of("a")) != keys_of([1, 2])
 
 
-def test_the_key_of_a_child_depends_on_its_parent() -> None:
-    """The same words mean another thing after other words."""
-    tokens = array("i", [1, 2])
-    assert child_key(ROOT, tokens) == keys_of([1, 2])[0]
-    assert child_key(keys_of([3, 4])[0], tokens) == keys_of([3, 4, 1, 2])[1]
-    assert child_key(keys_of([3, 4])[0], tokens) != child_key(ROOT, tokens)
+def test_tokens_that_do_not_fill_a_block_have_no_key() -> None:
+    """What is shared is a whole block."""
+    assert keys_of([1]) == keys_of([]) == []
+    assert keys_of([1, 2, 3]) == keys_of([1, 2])
 
 
 # ---- the index -----------------------------------------------------------------------------------
@@ -137,8 +135,8 @@ def test_a_prefix_under_another_root_is_not_found() -> None:
 def test_a_forgotten_block_ends_what_is_found() -> None:
     """And may be made known again, as any block."""
     index = index_of((1, 1, 2, 2))
-    index.forget(BlockId(1))
-    index.forget(BlockId(1))
+    index.forget([BlockId(1)])
+    index.forget([BlockId(1), BlockId(5)])
     index.check()
     assert BlockId(1) not in index
     assert found(index, (1, 1, 2, 2)) == [0]
@@ -153,11 +151,11 @@ def test_copies_of_a_block_stand_by() -> None:
     assert found(index, (1, 1)) == [0]
     assert [index.first_of(BlockId(block)) for block in range(4)] == [0, 0, 0, 0]
     for forgotten, first in [(1, 0), (0, 2), (2, 3)]:
-        index.forget(BlockId(forgotten))
+        index.forget([BlockId(forgotten)])
         index.check()
         assert found(index, (1, 1)) == [first]
         assert index.first_of(BlockId(3)) == first
-    index.forget(BlockId(3))
+    index.forget([BlockId(3)])
     index.check()
     assert found(index, (1, 1)) == []
     assert len(index) == 0

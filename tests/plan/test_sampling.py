@@ -77,6 +77,12 @@ def test_whole_numbers_pass_for_fractions() -> None:
         ("num_tokens_total", 0, "at least 1"),
         ("termination_id", -2, "from -1 to 99"),
         ("termination_id", 100, "from -1 to 99"),
+        ("presence_penalty", -2.5, "from -2 to 2"),
+        ("frequency_penalty", 2.5, "from -2 to 2"),
+        ("repetition_penalty", 0.0, "from 0.001 to 1,000"),
+        ("repetition_penalty", 1e-40, "from 0.001 to 1,000"),
+        ("min_tokens", -1, "at least 0"),
+        ("top_n_logprobs", 101, "from 0 to 100"),
     ],
 )
 def test_a_value_out_of_range_is_a_value_error_with_field_value_and_range(
@@ -115,12 +121,51 @@ def test_a_stop_token_id_outside_the_vocabulary_is_refused(token: int) -> None:
         ("add_BOS", "yes"),
         ("detokenize_stop_sequence", 1),
         ("ignore_eos", None),
+        ("logit_bias", [(5, 1.0)]),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {5: "much"}),
+        ("return_log_probs", 1),
+        ("cache_salt", 5),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_by_field(field: str, value: object) -> None:
     """A string of stop words would be taken letter by letter, a bool for a number: nobody means that."""
     with pytest.raises(TypeError, match=field):
         resolved(**{field: value})
+
+
+def test_more_tokens_than_the_budget_can_not_be_the_least() -> None:
+    """One of the two would be broken silently."""
+    with pytest.raises(ValueError, match="min_tokens is 6; it must be from 0 to 5"):
+        resolved(num_tokens_to_generate=5, min_tokens=6)
+
+
+def test_a_first_token_there_must_be() -> None:
+    """With every id a stop id and none of them allowed, the device would have nothing to choose from."""
+    with pytest.raises(ValueError, match="min_tokens is 1 and stop_token_ids is the whole vocabulary"):
+        resolved(min_tokens=1, stop_token_ids=list(range(100)))
+    assert len(resolved(stop_token_ids=list(range(100))).stop_token_ids) == 100
+
+
+@pytest.mark.parametrize("bias", [{100: 1.0}, {-1: 1.0}, {5: 100.5}, {5: float("nan")}])
+def test_a_bias_outside_the_vocabulary_or_its_range_is_refused(bias: dict[int, float]) -> None:
+    """The id could never come, or nothing else could."""
+    with pytest.raises(ValueError, match="logit_bias"):
+        resolved(logit_bias=bias)
+
+
+def test_rivals_are_reported_beside_log_probs_alone() -> None:
+    """As upstream, where it fails later."""
+    with pytest.raises(ValueError, match="top_n_logprobs is 3 and return_log_probs is False"):
+        resolved(top_n_logprobs=3)
+    assert resolved(top_n_logprobs=3, return_log_probs=True).sampling.num_top == 3
+
+
+def test_values_that_a_device_can_not_hold_mean_the_same_there() -> None:
+    """A top_k beyond int32 is off like any beyond the vocabulary; a tiny top_p leaves the best token."""
+    assert resolved(top_k=2**70).sampling.top_k == 100
+    assert resolved(top_p=1e-300).sampling.top_p > 0
+    assert resolved(temperature=1e300).sampling.temperature < 3e38
 
 
 def test_an_empty_stop_word_is_refused() -> None:
@@ -190,7 +235,8 @@ def test_any_float_is_either_taken_as_it_is_or_refused(field: str, value: float)
     """NaN passes most comparisons unseen; nothing but a usable number may reach the device."""
     is_usable = 0 <= value < float("inf") and (field == "temperature" or value <= 1)
     if is_usable:
-        assert getattr(resolved(**{field: value}).sampling, field) == value
+        got = getattr(resolved(**{field: value}).sampling, field)
+        assert got == pytest.approx(min(value, 2.0**127), abs=2.0**-126)
     else:
         with pytest.raises(ValueError, match=f"^{field} is "):
             resolved(**{field: value})

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import dataclasses
 import threading
 import time
 from typing import Any
@@ -191,6 +192,29 @@ def test_a_stop_word_is_found_in_the_text() -> None:
         text = FakeTokenizer().detokenize(expected("Hello", 60))
         assert result.generated_text == text[: text.index(word)]
         assert (result.finish_reason, result.stop_reason) == ("stop", word)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 2**70},
+        {"top_p": 1e-300},
+        {"temperature": 1e-300},
+        {"temperature": 1e300},
+        {"min_p": 1.0, "top_p": 1e-9, "top_k": 1},
+        {"repetition_penalty": 0.001, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"repetition_penalty": 1000.0, "logit_bias": dict.fromkeys(range(96), -100.0)},
+        {"min_tokens": 4, "stop_token_ids": list(range(95))},
+        {"seed": 2**63 - 1},
+    ],
+)
+def test_no_accepted_value_kills_the_engine(fields: dict[str, Any]) -> None:
+    """It would take every other caller's requests with it."""
+    with sync_llm() as llm:
+        params = SamplingParams(num_tokens_to_generate=4, termination_id=-1)
+        (result,) = llm.generate("Hello", dataclasses.replace(params, **fields))
+        assert len(result.generated_tokens) == 4
+        assert tokens_of(llm.generate("A", greedy(2))) == [expected("A", 2)]
 
 
 # ---- results -----------------------------------------------------------------------------------

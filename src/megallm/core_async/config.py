@@ -132,6 +132,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         )
 
 
+def check_epoch(epoch: object) -> int:
+    """Gives the number of some weights. Raises: ValueError naming value and range."""
+    if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+        raise ValueError(f"epoch is {epoch!r}; it must be an integer of at least 0")
+    return epoch
+
+
 def _at_least(field: str, value: int, least: int) -> int:
     if value < least:
         raise ValueError(f"InferenceConfig.{field} is {value}; it must be at least {least}")

@@ -19,7 +19,7 @@ from megallm.core_async.actors.detokenizer import Detokenizer, Parcel
 from megallm.core_async.actors.lifecycle import LifecycleActor
 from megallm.core_async.actors.scheduler import Scheduler
 from megallm.core_async.actors.worker import Worker
-from megallm.core_async.config import EngineConfig
+from megallm.core_async.config import EngineConfig, check_epoch
 from megallm.core_async.errors import ActorGone, EngineBusy, EngineDeadError, EngineStoppedError
 from megallm.core_async.kit.actor import Address, MailboxAddress
 from megallm.core_async.kit.foreign import poster
@@ -276,9 +276,7 @@ class Engine:
 
         Raises: ValueError for a negative number; EngineStoppedError, EngineDeadError.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"epoch is {epoch!r}; it must be an integer of at least 0")
-        await self._alive(self._scheduler.address, SetEpoch(epoch))
+        await self._alive(self._scheduler.address, SetEpoch(check_epoch(epoch)))
 
     async def _ask_lifecycle(self, message: Pause | Unpause | Suspend | Resume) -> None:
         await self._alive(self._lifecycle.address, message)

@@ -36,6 +36,11 @@ class EngineHost:
         """Whether the loop runs."""
         return self._loop.is_alive
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in the engine's loop."""
+        return self._loop.is_current
+
     def submit[*A, T](self, function: Callable[[*A], Awaitable[T]], *args: *A) -> Future[T]:
         """Starts a call in the engine's loop; cancelling the future cancels it.
 
@@ -67,6 +72,7 @@ class EngineHost:
             if not future.done():
                 future.cancel()
                 wait_for_futures([future], ABORT_S)
+            del future  # its error's traceback holds this frame
 
     def submit_coroutine[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Runs a coroutine object in the engine's loop; see `submit`. One that can't start is closed."""

@@ -11,6 +11,7 @@ import torch
 from anyio.abc import TaskGroup
 from megatron.core.inference.config import InferenceConfig
 
+from megallm.core_async.config import check_epoch
 from megallm.core_async.errors import EngineStoppedError
 from megallm.core_async.facade import LLMBase, Params, scoring_params
 from megallm.core_async.generation import run_to_completion
@@ -69,6 +70,7 @@ class MegatronAsyncLLM(LLMBase):
         self._tasks: TaskGroup | None = None
         self._calls: CallQueue | None = None
         self._host: EngineHost | None = None
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         """Starts the engine in the running loop.
@@ -201,11 +203,13 @@ class MegatronAsyncLLM(LLMBase):
         the block raises, the engine runs on with the epoch it had.
         Raises: as the calls it makes.
         """
-        await self.suspend()
+        self._require_coordinator("updating_weights")
+        check_epoch(epoch)
         try:
+            await self.suspend()
             yield
             await self.set_generation_epoch(epoch)
-        finally:
+        finally:  # also when the suspend was cut short: it is carried out all the same
             with anyio.CancelScope(shield=True):
                 await self.resume()
                 await self.unpause()
@@ -215,11 +219,16 @@ class MegatronAsyncLLM(LLMBase):
 
         Pending calls end with EngineStoppedError.
         """
-        if self._host is not None:
-            self._finalizer.detach()
-            await anyio.to_thread.run_sync(self._host.close)
-        elif self._tasks is not None:
+        self._is_closed = True
+        if self._tasks is not None:
             await self._parts.engine.shutdown()
+        elif self._host is not None:
+            self._finalizer.detach()
+            if self._host.is_current:
+                await self._parts.engine.shutdown()
+                self._host.close()
+            else:
+                await anyio.to_thread.run_sync(self._host.close)
 
     async def wait_for_shutdown(self) -> None:
         """Waits until the engine has stopped, whoever stops it; in direct mode returns at once.
@@ -282,8 +291,13 @@ class MegatronAsyncLLM(LLMBase):
         return await wait_for(self._started_host().submit(function, *args))
 
     def _started_host(self) -> EngineHost:
-        """Gives the private loop's host, which the first call starts."""
+        """Gives the private loop's host, which the first call starts.
+
+        Raises: EngineStoppedError after `shutdown`.
+        """
         if self._host is None:
+            if self._is_closed:
+                raise EngineStoppedError("the engine was shut down")
             self._host = EngineHost(self._parts.engine, self._backend)
             self._finalizer = self._host.close_with(self)
         return self._host

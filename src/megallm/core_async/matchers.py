@@ -28,8 +28,6 @@ step of a chain of references: 64 KB of them overflow a usual stack of 8 MiB, wh
 64 MiB."""
 NUM_PROBED: Final = 4
 """Tokens tried after compiling: some grammars compile and exceed a limit with the first token."""
-MAX_FORCED: Final = 512
-"""Bytes of a forced text that are tokenised; llguidance asks for it all before each token and uses the first."""
 
 _stack_size_lock: Final = threading.Lock()
 """The size of the next thread's stack is a setting of the whole process."""
@@ -251,36 +249,12 @@ class _Vocabulary:
         self.eos_token_id = adapter.eod
         self.bos_token_id = adapter.bos
         self.tokens = [spelled.token_bytes(token_id) for token_id in range(num_spelled)]
-        self._special = self._special_ids()
-        self.special_token_ids = sorted(self._special)
-        self._id_of = {self.tokens[token_id]: token_id for token_id in range(num_spelled)}
-        for token_id in self.special_token_ids:
-            self._id_of.pop(self.tokens[token_id], None)
-        self._max_length = max(map(len, self._id_of))
+        self.special_token_ids = sorted(self._special_ids())
         self.tokens += [b""] * (vocab_size - num_spelled)  # never allowed
 
     def __call__(self, text: bytes) -> list[int]:
-        """Gives the ids that a text is written with where the grammar leaves no other.
-
-        The tokenizer's own, as a model knows them from training; or the longest tokens that fit, where it
-        would write something else, as a special token for its spelling.
-        """
-        text = text[:MAX_FORCED].decode(errors="ignore").encode()
-        ids = self._adapter.tokenize(text.decode())
-        is_faithful = b"".join(self.tokens[token_id] for token_id in ids) == text
-        return ids if is_faithful and not self._special.intersection(ids) else self._longest(text)
-
-    def _longest(self, text: bytes) -> list[int]:
-        """Gives the longest tokens that fit, up to where none does."""
-        ids: list[int] = []
-        while text:
-            lengths = range(min(len(text), self._max_length), 0, -1)
-            piece = next((text[:length] for length in lengths if text[:length] in self._id_of), None)
-            if piece is None:
-                break
-            ids.append(self._id_of[piece])
-            text = text[len(piece) :]
-        return ids
+        """Gives the ids of a text; grammars that force no tokens never ask."""
+        return self._adapter.tokenize(text.decode())
 
     def _special_ids(self) -> set[int]:
         """Gives the ids that are no text, whatever they are spelled like: the output does not show them."""

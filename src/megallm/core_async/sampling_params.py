@@ -29,7 +29,7 @@ class SamplingParams(MegatronSamplingParams):
     frequency_penalty: float = 0.0
     """-2 .. 2: taken off the logit once for each time the output holds the token."""
     repetition_penalty: float = 1.0
-    """Above 0: divides positive and multiplies negative logits of tokens in prompt and output; 1 is off."""
+    """0.001 .. 1000: divides positive, multiplies negative logits of prompt and output tokens; 1 is off."""
     logit_bias: dict[int, float] | None = None
     """Token id -> what is added to its logit, -100 .. 100."""
     priority: int = 0

@@ -27,6 +27,11 @@ MAX_MESSAGE: Final = 200
 WHITESPACE: Final = r"[\x20\t\r\n]{1,32}"
 """Between the tokens of JSON: without a bound, a small model may write nothing else until its budget ends."""
 
+NO_FORCING: Final = '\n%llguidance {"no_forcing": true}'
+"""Text that the grammar leaves no choice of is split into tokens by the model, as the rest is. Otherwise
+llguidance runs ahead through it: without end where there is none, as in `start: start "a" | /b*/ start`, and
+with a call of the tokenizer before each token."""
+
 
 def require_llguidance() -> None:
     """Checks that llguidance can be imported.
@@ -56,14 +61,15 @@ def grammar_of(params: object) -> str:
     field, value = given.popitem()
     match field:
         case "json_schema":
-            body: dict[str, Json] = {"json_schema": _schema(value)}
+            lark = f"start: %json {_schema(value)}"
         case "regex":
-            body = {"lark_grammar": f"start: /{_slashed(_text('regex', value))}/"}
+            lark = f"start: /{_slashed(_text('regex', value))}/"
         case "choice":
-            body = {"lark_grammar": f"start: /(?:{'|'.join(map(_escaped, _choices(value)))})/"}
+            lark = f"start: /(?:{'|'.join(map(_escaped, _choices(value)))})/"
         case _:
-            body = {"lark_grammar": _lark(_text("grammar", value))}
-    return json.dumps({"grammars": [{"name": field, **body}]}, ensure_ascii=False)
+            lark = _lark(_text("grammar", value))
+    grammar = {"name": field, "lark_grammar": lark + NO_FORCING}
+    return json.dumps({"grammars": [grammar]}, ensure_ascii=False)
 
 
 def field_of(grammar: str) -> str:
@@ -75,7 +81,7 @@ def shortened(message: str) -> str:
     """Gives the part of one of llguidance's messages that tells what is wrong."""
     lines = [line.strip() for line in message.splitlines()]
     said = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "")
-    said = re.sub(r"^(error: |at \d+\(\d+\): )", "", said)
+    said = re.sub(r"^(error: |at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", said)
     return said if len(said) <= MAX_MESSAGE else said[:MAX_MESSAGE] + "..."
 
 
@@ -130,8 +136,8 @@ def _lark(text: str) -> str:
     return lark
 
 
-def _schema(value: object) -> Json:
-    """Gives a JSON schema as plain JSON, within the bounds and with bounded whitespace."""
+def _schema(value: object) -> str:
+    """Gives a JSON schema as JSON text, within the bounds and with bounded whitespace."""
     describe = getattr(value, "model_json_schema", None)
     given: object = describe() if callable(describe) else value
     if not isinstance(given, dict | str | bool):
@@ -164,4 +170,4 @@ def _schema(value: object) -> Json:
     check_schema("json_schema", schema)
     own = schema.get("x-guidance")
     options: dict[str, Json] = {"whitespace_pattern": WHITESPACE, **(own if isinstance(own, dict) else {})}
-    return {**schema, "x-guidance": options}
+    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)

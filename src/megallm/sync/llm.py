@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from megatron.core.inference.config import InferenceConfig
 
+from megallm.core_async.config import check_epoch
 from megallm.core_async.facade import LLMBase, Params, scoring_params
 from megallm.core_async.generation import run_to_completion
 from megallm.core_async.host import EngineHost
@@ -172,8 +173,10 @@ class MegatronLLM(LLMBase):
         the block raises, the engine runs on with the epoch it had.
         Raises: as the calls it makes.
         """
-        self.suspend()
+        self._require_coordinator("updating_weights")
+        check_epoch(epoch)
         try:
+            self.suspend()
             yield
             self.set_generation_epoch(epoch)
         finally:

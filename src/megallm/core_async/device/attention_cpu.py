@@ -92,7 +92,7 @@ class CpuOps:
         """Gives SiLU of the first half of each row, times the second half."""
         return self._kernels.silu_mul(rows)
 
-    def add_linear_norm(
+    def add_linear_norm(  # noqa: PLR0917 - a residual, a linear layer, a norm
         self,
         residual: Tensor,
         rows: Tensor,

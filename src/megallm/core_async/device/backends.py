@@ -14,7 +14,6 @@ from megallm.core_async.device.dense_layer import LayerOps, TorchOps
 from megallm.core_async.device.model import ModelShape
 from megallm.core_async.errors import UnsupportedModelError
 
-
 log = logging.getLogger(__name__)
 
 

@@ -35,7 +35,7 @@ class LayerOps(Protocol):
         """Gives each row over its root mean square, times `weight`; works over the last dimension."""
         ...
 
-    def add_linear_norm(
+    def add_linear_norm(  # noqa: PLR0917 - a residual, a linear layer, a norm
         self,
         residual: Tensor,
         rows: Tensor,
@@ -48,7 +48,7 @@ class LayerOps(Protocol):
         ...
 
     def gated_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Gives the gate of `rows @ weight.T + bias`: SiLU of the first half of each row, times the second."""
+        """Gives the gate of `rows @ weight.T + bias`: SiLU of each row's first half, times the second."""
         ...
 
 
@@ -84,7 +84,7 @@ class TorchOps:
         gate, up = rows.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 
-    def add_linear_norm(
+    def add_linear_norm(  # noqa: PLR0917 - a residual, a linear layer, a norm
         self,
         residual: Tensor,
         rows: Tensor,

@@ -9,7 +9,9 @@ Kernels in Triton. Knows tensors and tables; knows no step. Import it only where
 with torch's CUDA builds alone.
 """
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 # (what a kernel's parameters are is Triton's own matter)
 
 import torch
@@ -18,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megallm.core_async.device.attention import PagedLayer
+from megallm.core_async.device.triton_launch import chained, follow
 
 LOG2_E = 1.4426950408889634
 MIN_ROWS = 16
@@ -103,6 +106,7 @@ def decode_attention(
         PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
         num_warps=4,
         num_stages=_stages_for(programs, head_dim, keys.dtype),
+        **chained(query),
     )
     if not is_direct:
         _join_parts[(kv_heads * group, rows)](
@@ -121,6 +125,7 @@ def decode_attention(
             HAS_SINKS=layer.sinks is not None,
             JOINED=JOINED,
             num_warps=2,
+            **chained(out),
         )
 
 
@@ -149,42 +154,15 @@ def _part_of(length, part, num_parts, TOKENS: tl.constexpr, MIN_PART: tl.constex
 
 @triton.jit(do_not_specialize=["num_parts"])
 def _attend_parts(
-    query,
-    keys,
-    values,
-    block_tables,
-    table_rows,
-    kv_lengths,
-    sinks,
-    out,
-    parts,
-    parts_max,
-    scale,
-    num_parts,
-    query_row,
-    query_kv_head,
-    query_head,
-    key_block,
-    key_slot,
-    key_head,
-    value_block,
-    value_slot,
-    value_head,
-    table_row,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    MIN_PART: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    IS_DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, keys, values, block_tables, table_rows, kv_lengths, sinks, out, parts, parts_max, scale,
+    num_parts, query_row, query_kv_head, query_head, key_block, key_slot, key_head, value_block,
+    value_slot, value_head, table_row, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, MIN_PART: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, IS_DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    follow(CHAINED)
     kv_head, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lengths + row)
     begin, end, _ = _part_of(length, part, num_parts, TOKENS, MIN_PART, WINDOW)
@@ -245,21 +223,12 @@ def _attend_parts(
 
 @triton.jit(do_not_specialize=["num_parts"])
 def _join_parts(
-    parts,
-    parts_max,
-    kv_lengths,
-    sinks,
-    out,
-    num_parts,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    MIN_PART: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    JOINED: tl.constexpr,
-):
+    parts, parts_max, kv_lengths, sinks, out, num_parts, GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    MIN_PART: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, JOINED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    follow(CHAINED)
     head, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(kv_lengths + row)
     if length == 0:

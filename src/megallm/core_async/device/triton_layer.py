@@ -4,7 +4,9 @@ Each reads its inputs once and rounds once, at the end. Kernels in Triton. Knows
 no model. Import it only where it runs: Triton comes with torch's CUDA builds alone.
 """
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 # (what a kernel's parameters are is Triton's own matter)
 
 import torch
@@ -13,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megallm.core_async.device.kv_cache import LayerCache
+from megallm.core_async.device.triton_launch import chained, follow
 
 GATE_WIDTH = 1024
 """Dimensions that one program of the gate takes."""
@@ -38,6 +41,7 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         PADDED=triton.next_power_of_2(width),
         ADDS=False,
         num_warps=_warps_for(width),
+        **chained(rows),
     )
     return out
 
@@ -58,6 +62,7 @@ def add_rms_norm(rows: Tensor, residual: Tensor, weight: Tensor, epsilon: float)
         PADDED=triton.next_power_of_2(width),
         ADDS=True,
         num_warps=_warps_for(width),
+        **chained(rows),
     )
     return rows, out
 
@@ -67,7 +72,13 @@ def silu_gate(rows: Tensor) -> Tensor:
     width = rows.shape[-1] // 2
     out = torch.empty((len(rows), width), dtype=rows.dtype, device=rows.device)
     _gate_rows[(triton.cdiv(width, GATE_WIDTH), len(rows))](
-        rows, out, rows.stride(0), width, GATE_WIDTH=GATE_WIDTH, num_warps=FEW_WARPS
+        rows,
+        out,
+        rows.stride(0),
+        width,
+        GATE_WIDTH=GATE_WIDTH,
+        num_warps=FEW_WARPS,
+        **chained(rows),
     )
     return out
 
@@ -116,6 +127,7 @@ def turn_and_write(
         TURNS=turns,
         IS_INTERLEAVED=is_interleaved,
         num_warps=1,
+        **chained(query),
     )
 
 
@@ -125,17 +137,10 @@ def _warps_for(width: int) -> int:
 
 @triton.jit
 def _norm_rows(
-    rows,
-    residual,
-    weight,
-    out,
-    row_stride,
-    residual_stride,
-    epsilon,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    ADDS: tl.constexpr,
-):
+    rows, residual, weight, out, row_stride, residual_stride, epsilon, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, ADDS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    follow(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, PADDED)
     mask = dims < WIDTH
@@ -152,7 +157,8 @@ def _norm_rows(
 
 
 @triton.jit
-def _gate_rows(rows, out, row_stride, width, GATE_WIDTH: tl.constexpr):
+def _gate_rows(rows, out, row_stride, width, GATE_WIDTH: tl.constexpr, CHAINED: tl.constexpr):
+    follow(CHAINED)
     row = tl.program_id(1).to(tl.int64)
     dims = tl.program_id(0) * GATE_WIDTH + tl.arange(0, GATE_WIDTH)
     mask = dims < width
@@ -173,35 +179,13 @@ def _turn(source, target, first, second, mask, first_cos, first_sin, second_cos,
 
 @triton.jit
 def _turn_and_write(
-    query,
-    key,
-    value,
-    cosines,
-    sines,
-    slots,
-    keys,
-    values,
-    query_row,
-    query_kv_head,
-    query_head,
-    key_row,
-    key_head,
-    value_row,
-    value_head,
-    keys_slot,
-    keys_head,
-    values_slot,
-    values_head,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    HALF_WIDTH: tl.constexpr,
-    TURNS: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-):
+    query, key, value, cosines, sines, slots, keys, values, query_row, query_kv_head, query_head,
+    key_row, key_head, value_row, value_head, keys_slot, keys_head, values_slot, values_head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF_WIDTH: tl.constexpr,
+    TURNS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    follow(CHAINED)
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token).to(tl.int64)
     from_key = key + token * key_row + kv_head * key_head

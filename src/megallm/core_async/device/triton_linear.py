@@ -1,12 +1,15 @@
 """Linear layers of few rows: the weights stream through once, by many programs, each a band of outputs.
 
 A product of few rows costs what reading its weights costs, and a library's kernels read them at a third of
-the card's speed where a layer is small. Two of the kernels here do the step after the product too: the gate,
-and nothing at all where the parts of a sum are left to the norm that follows (`add_rms_norm_of_parts`).
+the card's speed where a layer is small. The gate is
+part of its product here, and the parts of a split product are summed by the norm that follows it
+(`add_rms_norm_of_parts`).
 Kernels in Triton. Knows tensors; knows no step and no model. Import it only where it runs.
 """
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 # (what a kernel's parameters are is Triton's own matter)
 
 import torch
@@ -14,6 +17,8 @@ import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
+
+from megallm.core_async.device.triton_launch import chained, follow
 
 
 class Tiling(Struct, frozen=True):
@@ -62,6 +67,7 @@ def few_rows(
         IS_EVEN=depth % (tiling.depth * tiling.parts) == 0 and outputs % tiling.outputs == 0,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **chained(rows),
     )
     return out
 
@@ -84,56 +90,59 @@ def add_rms_norm_of_parts(
         PARTS=num_parts,
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
-        num_warps=4 if width < 4096 else 8,  # noqa: PLR2004 - a row's share of a thread
+        num_warps=4 if width < 4096 else 8,  # noqa: PLR2004 - a row's share of a thread,
+        **chained(residual),
     )
     return total, normed
 
 
 @triton.jit
-def _band(rows, weight, places, is_output, lines, is_line, begin, end, row_stride, weight_stride,
-          ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr):  # fmt: skip
-    """Gives the products of some rows with a band of the weight, over inputs begin to end."""
-    steps = tl.arange(0, DEPTH)
-    if ROWS == 1:
-        sums = tl.zeros((OUTPUTS, DEPTH), tl.float32)
-    else:
-        sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+def _tile(weight, places, is_output, inputs, end, weight_stride, IS_EVEN: tl.constexpr):
+    """Gives a band's weights for some inputs."""
+    at = weight + places[:, None].to(tl.int64) * weight_stride + inputs[None, :]
+    if IS_EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=is_output[:, None] & (inputs < end)[None, :], other=0.0)
+
+
+@triton.jit
+def _one_line(rows, weight, tile, places, is_output, begin, end, weight_stride,
+              OUTPUTS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+    """Gives the products of one row with a band, whose first tile is there already."""
+    sums = tl.zeros((OUTPUTS, DEPTH), tl.float32)
     for first in range(begin, end, DEPTH):
-        inputs = first + steps
-        at = weight + places[:, None].to(tl.int64) * weight_stride + inputs[None, :]
-        if IS_EVEN:
-            band = tl.load(at)
-        else:
-            band = tl.load(at, mask=is_output[:, None] & (inputs < end)[None, :], other=0.0)
-        if ROWS == 1:
-            line = tl.load(rows + inputs, mask=inputs < end, other=0.0).to(tl.float32)
-            sums += band.to(tl.float32) * line[None, :]
-        else:
-            some = tl.load(
-                rows + lines[None, :] * row_stride + inputs[:, None],
-                mask=is_line[None, :] & (inputs < end)[:, None],
-                other=0.0,
-            )
-            sums = tl.dot(band, some, sums)
+        inputs = first + tl.arange(0, DEPTH)
+        # the last of these is empty: nothing is read past the end
+        following = _tile(weight, places, is_output, inputs + DEPTH, end, weight_stride, False)
+        line = tl.load(rows + inputs, mask=inputs < end, other=0.0).to(tl.float32)
+        sums += tile.to(tl.float32) * line[None, :]
+        tile = following
+    return tl.sum(sums, 1)
+
+
+@triton.jit
+def _some_lines(rows, weight, places, is_output, lines, is_line, begin, end, row_stride, weight_stride,
+                ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr):  # fmt: skip
+    """Gives the products of some rows with a band, `[OUTPUTS, ROWS]`."""
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for first in range(begin, end, DEPTH):
+        inputs = first + tl.arange(0, DEPTH)
+        tile = _tile(weight, places, is_output, inputs, end, weight_stride, IS_EVEN)
+        some = tl.load(
+            rows + lines[None, :] * row_stride + inputs[:, None],
+            mask=is_line[None, :] & (inputs < end)[:, None],
+            other=0.0,
+        )
+        sums = tl.dot(tile, some, sums)
     return sums
 
 
 @triton.jit
 def _few_rows(
-    rows,
-    weight,
-    out,
-    count,
-    outputs,
-    depth,
-    row_stride,
-    weight_stride,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-):
+    rows, weight, out, count, outputs, depth, row_stride, weight_stride, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, IS_GATED: tl.constexpr, IS_EVEN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
     places = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = places < outputs
     lines = tl.arange(0, ROWS)
@@ -141,21 +150,30 @@ def _few_rows(
     size = tl.cdiv(tl.cdiv(depth, tl.num_programs(1)), DEPTH) * DEPTH
     begin = tl.program_id(1) * size
     end = tl.minimum(begin + size, depth)
-    sums = _band(rows, weight, places, is_output, lines, is_line, begin, end, row_stride, weight_stride,
-                 ROWS, OUTPUTS, DEPTH, IS_EVEN)  # fmt: skip
-    if ROWS == 1:
-        sums = tl.sum(sums, 1)
-    if IS_GATED:
-        upper = weight + outputs.to(tl.int64) * weight_stride
-        ups = _band(rows, upper, places, is_output, lines, is_line, begin, end, row_stride, weight_stride,
-                    ROWS, OUTPUTS, DEPTH, IS_EVEN)  # fmt: skip
-        if ROWS == 1:
-            ups = tl.sum(ups, 1)
-        sums = sums / (1.0 + tl.exp(-sums)) * ups
+    upper = weight + outputs.to(tl.int64) * weight_stride
     part = out + tl.program_id(1).to(tl.int64) * count * outputs
     if ROWS == 1:
+        # weights are nobody's output: the first are read before the kernel ahead has ended
+        inputs = begin + tl.arange(0, DEPTH)
+        tile = _tile(weight, places, is_output, inputs, end, weight_stride, IS_EVEN)
+        if IS_GATED:
+            upper_tile = _tile(upper, places, is_output, inputs, end, weight_stride, IS_EVEN)
+        follow(CHAINED)
+        sums = _one_line(rows, weight, tile, places, is_output, begin, end, weight_stride, OUTPUTS, DEPTH)
+        if IS_GATED:
+            ups = _one_line(
+                rows, upper, upper_tile, places, is_output, begin, end, weight_stride, OUTPUTS, DEPTH
+            )
+            sums = sums / (1.0 + tl.exp(-sums)) * ups
         tl.store(part + places, sums.to(out.dtype.element_ty), mask=is_output)
     else:
+        follow(CHAINED)
+        sums = _some_lines(rows, weight, places, is_output, lines, is_line, begin, end, row_stride, weight_stride,
+                           ROWS, OUTPUTS, DEPTH, IS_EVEN)  # fmt: skip
+        if IS_GATED:
+            ups = _some_lines(rows, upper, places, is_output, lines, is_line, begin, end, row_stride,
+                              weight_stride, ROWS, OUTPUTS, DEPTH, IS_EVEN)  # fmt: skip
+            sums = sums / (1.0 + tl.exp(-sums)) * ups
         tl.store(
             part + lines[None, :] * outputs + places[:, None],
             sums.to(out.dtype.element_ty),
@@ -165,18 +183,10 @@ def _few_rows(
 
 @triton.jit
 def _add_parts_and_norm(
-    parts,
-    residual,
-    weight,
-    total,
-    normed,
-    residual_stride,
-    count,
-    epsilon,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+    parts, residual, weight, total, normed, residual_stride, count, epsilon, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    follow(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, PADDED)
     mask = dims < WIDTH

@@ -39,7 +39,7 @@ class TritonOps:
         return few_rows(few, weight, tiling).view(*rows.shape[:-1], -1)
 
     def gated_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Gives the gate of `rows @ weight.T + bias`: SiLU of the first half of each row, times the second."""
+        """Gives the gate of `rows @ weight.T + bias`: SiLU of each row's first half, times the second."""
         tiling = _gated(rows, weight, bias)
         if tiling is None:
             return triton_layer.silu_gate(functional.linear(rows, weight, bias))
@@ -90,7 +90,9 @@ def _whole(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tiling | None:
     count = rows.numel() // depth
     if count == 1:
         is_wide = outputs > 32 * _SMALL  # an output layer
-        return Tiling(outputs=8, depth=256 if is_wide else 512, parts=1, num_warps=4, num_stages=3 if is_wide else 2)
+        return Tiling(
+            outputs=8, depth=256 if is_wide else 512, parts=1, num_warps=4, num_stages=3 if is_wide else 2
+        )
     if outputs > 32 * _SMALL:
         return Tiling(outputs=64, depth=128, parts=1, num_warps=4, num_stages=4)
     return None
@@ -103,7 +105,9 @@ def _gated(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tiling | None:
     count = rows.numel() // depth
     if count == 1:
         is_small = depth <= _SMALL
-        return Tiling(outputs=4 if is_small else 8, depth=1024 if is_small else 512, parts=1, num_warps=4, num_stages=2)
+        return Tiling(
+            outputs=4 if is_small else 8, depth=1024 if is_small else 512, parts=1, num_warps=4, num_stages=2
+        )
     if outputs < _PROGRAMS * 64:
         return Tiling(outputs=32, depth=128, parts=1, num_warps=4, num_stages=5)
     return Tiling(outputs=64, depth=64, parts=1, num_warps=4, num_stages=6)

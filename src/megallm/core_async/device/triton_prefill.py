@@ -5,7 +5,9 @@ one kv head in it, and goes over the row's keys once. Knows tensors and tables; 
 only where it runs: Triton comes with torch's CUDA builds alone.
 """
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 # (what a kernel's parameters are is Triton's own matter)
 
 import torch
@@ -14,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megallm.core_async.device.attention import PagedLayer
+from megallm.core_async.device.triton_launch import chained, follow
 
 LOG2_E = 1.4426950408889634
 QUERIES = 128
@@ -75,36 +78,17 @@ def prefill_attention(
         PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
         num_warps=8 if queries >= QUERIES else 4,
         num_stages=1 if keys.dtype is torch.float32 else 2 if is_wide else 3,
+        **chained(query),
     )
 
 
 @triton.jit
 def _tile_of_keys(
-    queries,
-    query_positions,
-    first,
-    end,
-    best,
-    total,
-    mixed,
-    keys,
-    values,
-    table,
-    scale,
-    key_block,
-    key_slot,
-    value_block,
-    value_slot,
-    DIM: tl.constexpr,
-    DIM_WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):
+    queries, query_positions, first, end, best, total, mixed, keys, values, table, scale,
+    key_block, key_slot, value_block, value_slot, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
     """Goes over one tile of keys; `keys` and `values` point at the program's kv head."""
     dims = tl.arange(0, DIM_WIDTH)
     value_dims = tl.arange(0, VALUE_WIDTH)
@@ -142,39 +126,14 @@ def _tile_of_keys(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _attend_tiles(
-    query,
-    keys,
-    values,
-    block_tables,
-    table_rows,
-    query_starts,
-    kv_lengths,
-    sinks,
-    out,
-    scale,
-    num_rows,
-    query_row,
-    query_kv_head,
-    query_head,
-    key_block,
-    key_slot,
-    key_head,
-    value_block,
-    value_slot,
-    value_head,
-    table_row,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, keys, values, block_tables, table_rows, query_starts, kv_lengths, sinks, out, scale,
+    num_rows, query_row, query_kv_head, query_head, key_block, key_slot, key_head, value_block,
+    value_slot, value_head, table_row, GROUP: tl.constexpr, QUERIES: tl.constexpr,
+    DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    follow(CHAINED)
     kv_head = tl.program_id(1)
     per_tile: tl.constexpr = QUERIES // GROUP
     # the last rows' tiles start first: in a step of decode rows and chunks they have work

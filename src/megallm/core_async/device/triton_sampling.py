@@ -4,7 +4,9 @@ Kernels in Triton. Knows rows, tables and logits; knows no model. Import it only
 comes with torch's CUDA builds alone.
 """
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 # (what a kernel's parameters are is Triton's own matter)
 
 import torch
@@ -12,6 +14,8 @@ import triton
 import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
+
+from megallm.core_async.device.triton_launch import chained, follow
 
 CHUNK = 4096
 """Logits that one program looks at."""
@@ -63,6 +67,7 @@ def look_up(
         BLOCK=block_size,
         ROWS=ROWS,
         num_warps=1,
+        **chained(rows),
     )
     return TokenTensors(token_ids=token_ids, slots=slots, kv_lengths=kv_lengths)
 
@@ -78,7 +83,16 @@ def take_best(logits: Tensor, rows: Tensor, last_tokens: Tensor) -> tuple[Tensor
     places = torch.empty((count, chunks), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(count, dtype=torch.int32, device=logits.device)
     is_finite = torch.empty(count, dtype=torch.bool, device=logits.device)
-    _best_of_chunks[(chunks, count)](logits, best, places, logits.stride(0), vocab, CHUNK=CHUNK, num_warps=4)
+    _best_of_chunks[(chunks, count)](
+        logits,
+        best,
+        places,
+        logits.stride(0),
+        vocab,
+        CHUNK=CHUNK,
+        num_warps=4,
+        **chained(logits),
+    )
     _best_of_rows[(count,)](
         best,
         places,
@@ -89,26 +103,18 @@ def take_best(logits: Tensor, rows: Tensor, last_tokens: Tensor) -> tuple[Tensor
         chunks,
         PADDED=triton.next_power_of_2(chunks),
         num_warps=1,
+        **chained(logits),
     )
     return tokens, is_finite
 
 
 @triton.jit
 def _look_up(
-    rows,
-    positions,
-    last_tokens,
-    block_tables,
-    known,
-    token_ids,
-    slots,
-    kv_lengths,
-    count,
-    table_row,
-    HAS_KNOWN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    rows, positions, last_tokens, block_tables, known, token_ids, slots, kv_lengths, count,
+    table_row, HAS_KNOWN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    follow(CHAINED)
     places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = places < count
     row = tl.load(rows + places, mask=mask, other=0).to(tl.int64)
@@ -124,13 +130,14 @@ def _look_up(
 
 
 @triton.jit
-def _best_of_chunks(logits, best, places, logits_row, vocab, CHUNK: tl.constexpr):
+def _best_of_chunks(logits, best, places, logits_row, vocab, CHUNK: tl.constexpr, CHAINED: tl.constexpr):
+    follow(CHAINED)
     chunk, row = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     some = tl.load(logits + row.to(tl.int64) * logits_row + ids, mask=ids < vocab, other=-float("inf"))
     some = some.to(tl.float32)
     # NaN counts as better than anything, and its row as not finite
-    some = tl.where(some == some, some, float("inf"))
+    some = tl.where(some == some, some, float("inf"))  # noqa: PLR0124 - NaN is not itself
     found, place = tl.max(some, 0, return_indices=True, return_indices_tie_break_left=True)
     at = row * tl.num_programs(0) + chunk
     tl.store(best + at, found)
@@ -138,7 +145,10 @@ def _best_of_chunks(logits, best, places, logits_row, vocab, CHUNK: tl.constexpr
 
 
 @triton.jit
-def _best_of_rows(best, places, rows, last_tokens, tokens, is_finite, chunks, PADDED: tl.constexpr):
+def _best_of_rows(
+    best, places, rows, last_tokens, tokens, is_finite, chunks, PADDED: tl.constexpr, CHAINED: tl.constexpr
+):
+    follow(CHAINED)
     row = tl.program_id(0)
     some = tl.arange(0, PADDED)
     bests = tl.load(best + row * chunks + some, mask=some < chunks, other=-float("inf"))

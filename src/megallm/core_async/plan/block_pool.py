@@ -71,8 +71,7 @@ class BlockPool:
 
     def reserve(self, wish: ReserveBlocks) -> BlockGrant:
         """Does what `ReserveBlocks` says, which is the contract."""
-        for filled in wish.filled:
-            self._share(filled)
+        self._share(wish.filled)
         for row in wish.released:
             self.release(row)
         draft = Draft()
@@ -236,16 +235,17 @@ class BlockPool:
         num_free = min(count, len(self._free))
         taken = self._free[: -num_free - 1 : -1]
         del self._free[len(self._free) - num_free :]
-        while len(taken) < count:
-            block, _ = self._cached.popitem(last=False)
-            self._index.forget(block)
-            taken.append(block)
+        if num_free < count:
+            evicted = [self._cached.popitem(last=False)[0] for _ in range(count - num_free)]
+            self._index.forget(evicted)
+            taken += evicted
         for block in taken:
             self._num_holders[block] = 1
         return taken
 
     def _give_back(self, table: list[BlockId]) -> None:
         """Ends one row's hold, last block first: a leaf is then evicted before its parent."""
+        freed: list[BlockId] = []
         for block in reversed(table):
             self._num_holders[block] -= 1
             if self._num_holders[block]:
@@ -254,20 +254,22 @@ class BlockPool:
             if first == block:
                 self._cached[block] = None
                 continue
-            self._index.forget(block)
-            self._free.append(block)
+            freed.append(block)
             if first is not None and first in self._cached:  # used just now, by its copy
                 self._cached.move_to_end(first)
+        self._index.forget(freed)
+        self._free += freed
 
-    def _share(self, filled: FilledBlock) -> None:
-        """Makes a filled block known, unless another of the same prefix is."""
-        if self._coming.get(filled.key) == filled.row:
-            del self._coming[filled.key]
-        if filled.row in self._unshared:
-            return
-        table = self._tables[filled.row]
-        before = table[filled.place - 1] if filled.place else None
-        self._index.add(table[filled.place], filled, before)
+    def _share(self, blocks: Sequence[FilledBlock]) -> None:
+        """Makes filled blocks known, and nobody waits for them any more."""
+        coming = self._coming
+        for filled in blocks:
+            row, place = filled.row, filled.place
+            if coming.get(filled.key) == row:
+                del coming[filled.key]
+            if row not in self._unshared:
+                table = self._tables[row]
+                self._index.add(table[place], filled, table[place - 1] if place else None)
 
 
 def _is_ordered(rows: Sequence[Row], victims: Sequence[Row]) -> bool:

@@ -6,6 +6,7 @@ What a key finds is served only when all tokens up to it are equal: no collision
 """
 
 from array import array
+from collections.abc import Iterable
 from hashlib import sha256
 
 from megallm.core_async.messages import BlockId, FilledBlock, Ints
@@ -19,15 +20,18 @@ def root_of(salt: str) -> bytes:
     return sha256(salt.encode()).digest() if salt else ROOT
 
 
-def child_key(parent: bytes, tokens: array[int]) -> bytes:
-    """Gives the key of the block that holds `tokens` after the block known as `parent`."""
-    return sha256(parent + array("q", tokens).tobytes()).digest()
-
-
 def extend_keys(keys: list[bytes], tokens: array[int], block_size: int, root: bytes) -> None:
     """Appends the keys of the complete blocks of `tokens` that `keys` lacks."""
-    for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
-        keys.append(child_key(keys[-1] if keys else root, tokens[start : start + block_size]))
+    start, end = len(keys) * block_size, len(tokens) // block_size * block_size
+    if start >= end:
+        return
+    wide = array("i", bytes(8 * (end - start)))
+    wide[::2] = tokens[start:end]  # int64, little-endian: no id is negative
+    ids, width = wide.tobytes(), 8 * block_size
+    key = keys[-1] if keys else root
+    for place in range(0, len(ids), width):
+        key = sha256(key + ids[place : place + width]).digest()
+        keys.append(key)
 
 
 def public_hash(key: bytes) -> int:
@@ -98,23 +102,17 @@ class PrefixIndex:
         key = self._keys[block]
         return None if key is None else self._blocks[key] if block in self._is_copy else block
 
-    def forget(self, block: BlockId) -> None:
-        """Makes a block unknown; its first copy is found from now on."""
-        key = self._keys[block]
-        if key is None:
-            return
-        self._keys[block], self._contents[block] = None, b""
-        copies = self._copies.get(key)
-        if copies is None:
-            del self._blocks[key]
-            return
-        if block in self._is_copy:
-            copies.remove(block)
-        else:
-            block = self._blocks[key] = copies.pop(0)
-        self._is_copy.remove(block)
-        if not copies:
-            del self._copies[key]
+    def forget(self, blocks: Iterable[BlockId]) -> None:
+        """Makes blocks unknown; where one has copies, the first of them is found from now on."""
+        for block in blocks:
+            key = self._keys[block]
+            if key is None:
+                continue
+            self._keys[block], self._contents[block] = None, b""
+            if key in self._copies:
+                self._forget_one_of(block, key)
+            else:
+                del self._blocks[key]
 
     def clear(self) -> None:
         """Makes all blocks unknown."""
@@ -133,3 +131,13 @@ class PrefixIndex:
         assert not odd, f"blocks {odd} are found by keys they do not have"
         assert sorted(block for _, block in named) == known, f"blocks {known} are known, {named} are found"
         assert sum(map(len, self._copies.values())) == len(self._is_copy)
+
+    def _forget_one_of(self, block: BlockId, key: bytes) -> None:
+        copies = self._copies[key]
+        if block in self._is_copy:
+            copies.remove(block)
+        else:
+            block = self._blocks[key] = copies.pop(0)
+        self._is_copy.remove(block)
+        if not copies:
+            del self._copies[key]

@@ -5,6 +5,7 @@ what is missing is computed next. `num_tokens` counts the ones sampled by plans 
 well; their ids are on the device and not in `tokens` yet.
 """
 
+import sys
 from array import array
 
 from megallm.core_async.messages import (
@@ -21,6 +22,8 @@ from megallm.core_async.messages import (
 from megallm.core_async.plan.prefix import extend_keys, root_of
 
 NO_ROW = Row(-1)
+NEVER = sys.maxsize
+"""More tokens than any request has."""
 
 
 class Request:
@@ -29,6 +32,7 @@ class Request:
     __slots__ = (
         "capacity",
         "events",
+        "fill_at",
         "finish_reason",
         "has_started",
         "is_decoding",
@@ -85,6 +89,8 @@ class Request:
         """Of the complete blocks of `tokens`, as far as they were needed."""
         self.num_filled = 0
         """Blocks of its row that the allocator knows to be filled."""
+        self.fill_at = NEVER
+        """Tokens from which on there are more of them."""
         self.num_cached: int | None = None
         """Tokens that its first admission found in the cache."""
         self.num_scored = 1 if new.scores_prompt else self.num_prompt
@@ -177,6 +183,7 @@ class Request:
         """Counts tokens whose keys and values others have computed."""
         self.num_computed = self.capacity = num_cached
         self.num_filled = num_cached // block_size
+        self._await_block(block_size)
         if self.num_cached is None:
             self.num_cached = num_cached
 
@@ -188,17 +195,15 @@ class Request:
         if end <= self.num_filled:
             return []
         extend_keys(self.keys, self.tokens, block_size, self.root)
-        places = range(self.num_filled, end)
-        self.num_filled = end
+        start, self.num_filled = self.num_filled, end
+        self._await_block(block_size)
+        tokens, width = self.tokens[start * block_size : end * block_size].tobytes(), 4 * block_size
+        keys = self.keys[start:end]
+        parents = [self.keys[start - 1] if start else self.root, *keys[:-1]]
+        columns = zip(range(start, end), keys, parents, range(0, len(tokens), width), strict=True)
         return [
-            FilledBlock(
-                row=self.row,
-                place=place,
-                key=self.keys[place],
-                parent=self.keys[place - 1] if place else self.root,
-                tokens=Ints(self.tokens[place * block_size : (place + 1) * block_size].tobytes()),
-            )
-            for place in places
+            FilledBlock(self.row, place, key, parent, Ints(tokens[at : at + width]))
+            for place, key, parent, at in columns
         ]
 
     def leave_row(self) -> None:
@@ -207,7 +212,12 @@ class Request:
         self.num_computed = 0
         self.capacity = 0
         self.num_filled = 0
+        self.fill_at = NEVER
         self.is_decoding = False
+
+    def _await_block(self, block_size: int) -> None:
+        if self.shares_prefix:
+            self.fill_at = (self.num_filled + 1) * block_size
 
 
 def _from_start(epoch: int | None) -> list[tuple[int, int]]:

@@ -266,11 +266,8 @@ class Roster:
 
     def _note_filled(self, requests: list[Request]) -> None:
         """Gathers the blocks that these requests have filled, for others to share."""
-        block_size = self._limits.block_size
-        for request in requests:
-            is_full = len(request.tokens) >= (request.num_filled + 1) * block_size
-            if is_full and request.row != NO_ROW:
-                self._filled += request.newly_filled(block_size)
+        for request in [each for each in requests if len(each.tokens) >= each.fill_at]:
+            self._filled += request.newly_filled(self._limits.block_size)
 
     def _finish(self, request: Request, reason: str, stop_reason: int | None, outcome: Outcome) -> None:
         request.finish_reason = reason
@@ -299,7 +296,8 @@ class Roster:
 
         Some rows are full at almost every step; asking for those that soon will be saves the next asks.
         """
-        is_ample = self._num_free >= 2 * len(self._running) + len(choice.decodes)
+        num_available = self._num_free + self._num_cached_blocks
+        is_ample = num_available >= 2 * len(self._running) + len(choice.decodes)
         return min(LOOK_AHEAD, self._limits.block_size - 1) if is_ample else 0
 
     def _offer(self, choice: Choice) -> list[tuple[Request, Admission]]:

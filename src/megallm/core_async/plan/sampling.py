@@ -14,6 +14,8 @@ from megallm.core_async.plan.prompts import items_of
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 1_000_000
 """Of either sign."""
+LEAST_FLOAT, MOST_FLOAT = 2.0**-126, 2.0**127
+"""What a device still tells from 0, which would be off, and from infinity."""
 _MISSING = object()
 
 
@@ -59,13 +61,20 @@ def resolve(params: ParamsFields, *, eod: int | None, vocab_size: int) -> Resolv
             f"num_tokens_to_generate is {num_new} and num_tokens_total is {num_total}; give one of the two"
         )
     wants_log_probs = _boolean(params, "return_log_probs")
+    min_new = _integer(params, "min_tokens", 0, num_new, 0)
+    stop_token_ids = _stop_token_ids(params, eod, vocab_size)
+    if min_new and len(stop_token_ids) >= vocab_size:
+        raise ValueError(
+            f"min_tokens is {min_new} and stop_token_ids is the whole vocabulary, so that no token could come"
+            " first; leave one of the two out"
+        )
     return Resolved(
         sampling=_sampling(params, vocab_size, wants_log_probs=wants_log_probs),
         has_seed=getattr(params, "seed", None) is not None,
         num_new=num_new,
         num_total=num_total,
-        min_new=_integer(params, "min_tokens", 0, num_new, 0),
-        stop_token_ids=_stop_token_ids(params, eod, vocab_size),
+        min_new=min_new,
+        stop_token_ids=stop_token_ids,
         stop_words=_stop_words(params),
         keep_stop=_boolean(params, "detokenize_stop_sequence"),
         add_bos=_boolean(params, "add_BOS"),
@@ -79,20 +88,18 @@ def _sampling(params: ParamsFields, vocab_size: int, *, wants_log_probs: bool) -
     num_top = _integer(params, "top_n_logprobs", 0, vocab_size, 0)
     if num_top and not wants_log_probs:
         raise ValueError(f"top_n_logprobs is {num_top} and return_log_probs is False; set it to True")
-    repetition_penalty = _number(params, "repetition_penalty", 0.0, None, 1.0)
-    if not repetition_penalty:
-        raise ValueError("repetition_penalty is 0; it must be above 0, and 1 is off")
+    top_p = _number(params, "top_p", 0.0, 1.0, 0.0)
     return Sampling(
-        temperature=_number(params, "temperature", 0.0, None, 1.0),
-        top_k=_integer(params, "top_k", 0, None, 0),
-        top_p=_number(params, "top_p", 0.0, 1.0, 0.0),
+        temperature=min(_number(params, "temperature", 0.0, None, 1.0), MOST_FLOAT),
+        top_k=min(_integer(params, "top_k", 0, None, 0), vocab_size),
+        top_p=max(top_p, LEAST_FLOAT) if top_p else 0.0,
         min_p=_number(params, "min_p", 0.0, 1.0, 0.0),
         seed=_optional_integer(params, "seed", 0, MAX_SEED) or 0,
         wants_log_probs=wants_log_probs,
         num_top=num_top,
         presence_penalty=_number(params, "presence_penalty", -2.0, 2.0, 0.0),
         frequency_penalty=_number(params, "frequency_penalty", -2.0, 2.0, 0.0),
-        repetition_penalty=repetition_penalty,
+        repetition_penalty=_number(params, "repetition_penalty", 0.001, 1000.0, 1.0),
         logit_bias=_logit_bias(params, vocab_size),
     )
 

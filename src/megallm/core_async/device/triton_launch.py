@@ -1,0 +1,46 @@
+"""How a kernel follows the one before it: launched while that still runs, where the card can.
+
+Programmatic dependent launch (CUDA C++ Programming Guide, "Programmatic Dependent Launch and
+Synchronization"): a kernel launched so starts early and must wait, before it reads what others wrote or
+writes at all, until the kernel before it has ended. Every kernel here does both, so that in a chain each
+knows all those before it have ended. It hides what a launch costs, in graphs too.
+
+Import it only where it runs, as the kernels.
+"""
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (what a kernel's parameters are is Triton's own matter)
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_HOPPER = 9
+
+
+def chained(tensor: Tensor) -> dict[str, bool]:
+    """Gives the launch options of a kernel that calls `follow`; `tensor` is `[tokens, ..]`, on its device.
+
+    Steps of one token are chained alone: their kernels are short, while those of more tokens need the room
+    that the programs in waiting take (measured on an H200: 1.2 times as fast, and 0.9 times).
+    """
+    if tensor.device.type == "cuda" and tensor.shape[0] == 1 and _can_chain(tensor.device.index or 0):
+        return {"CHAINED": True, "launch_pdl": True}
+    return {"CHAINED": False}
+
+
+@functools.cache
+def _can_chain(index: int) -> bool:
+    return torch.cuda.get_device_capability(index)[0] >= _HOPPER
+
+
+@triton.jit
+def follow(CHAINED: tl.constexpr):
+    """Waits for the kernel before this one, and lets the one after it start."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
