@@ -131,13 +131,13 @@ class Costs(Struct, frozen=True):
 def measure_blocks(num_blocks: int, block_size: int, num_measured: int) -> Costs:
     """Measures each operation in a pool of so many blocks, on about `num_measured` of them."""
     print(f"block_pool: {num_blocks:,} blocks", file=sys.stderr)
-    few = Turns(num_blocks, block_size, in_use=FEW_BLOCKS)
-    sweep = Turns(num_blocks, block_size, in_use=num_blocks)
-    return Costs(
-        num_blocks,
-        few.measure(max(2, num_measured // FEW_BLOCKS), changes_prompts=False),
-        sweep.measure(max(2, num_measured // num_blocks), changes_prompts=True),
+    few, sweep = (
+        Turns(num_blocks, block_size, in_use=in_use).measure(
+            max(2, num_measured // in_use), changes_prompts=changes_prompts
+        )
+        for in_use, changes_prompts in ((FEW_BLOCKS, False), (num_blocks, True))
     )
+    return Costs(num_blocks, few, sweep)
 
 
 class Turns:
@@ -146,13 +146,13 @@ class Turns:
     def __init__(self, num_blocks: int, block_size: int, *, in_use: int) -> None:
         """Lets other rows fill and hold what is not in use."""
         self._block_size = block_size
-        self._pool = BlockPool(num_blocks + ROWS_AT_ONCE, block_size)
+        self.pool = BlockPool(num_blocks + ROWS_AT_ONCE, block_size)
         """With the blocks that a row on a hit has beside those it shares."""
         num_rows, num_used = num_blocks // BLOCKS_OF_ROW, in_use // BLOCKS_OF_ROW
         self._groups = _groups_of(range(num_used))
         for group in _groups_of(range(num_used, num_rows)):
-            self._pool.reserve(self._new_rows(group))
-            self._pool.reserve(self._filled(group, 0))
+            self.pool.reserve(self._new_rows(group))
+            self.pool.reserve(self._filled(group, 0))
 
     def measure(self, num_rounds: int, *, changes_prompts: bool) -> dict[str, float]:
         """Gives nanoseconds a block, by operation: the median over rounds. The first round warms up."""
@@ -168,7 +168,7 @@ class Turns:
             rounds["share"].append(self._timed(partial(self._filled, number=prompts)))
             rounds["keep"].append(self._timed(self._ended))
             rounds["touch"].append(self._timed(partial(self._same_prompts, number=prompts), self._ended))
-        assert self._pool.num_free == ROWS_AT_ONCE, f"{self._pool.num_free} blocks are free"
+        assert self.pool.num_free == ROWS_AT_ONCE, f"{self.pool.num_free} blocks are free"
         return {operation: statistics.median(figures[1:]) for operation, figures in rounds.items()}
 
     def _timed(
@@ -181,13 +181,13 @@ class Turns:
         for group in self._groups:
             wish = write(group)
             start = time.thread_time()
-            grant = self._pool.reserve(wish)
+            grant = self.pool.reserve(wish)
             seconds += time.thread_time() - start
             num_blocks += len(group) * BLOCKS_OF_ROW
             assert len(grant.admitted) == len(wish.admissions), f"{wish.admissions} do not fit"
             if undo is not None:
                 assert grant.num_cached == [BLOCKS_OF_ROW * self._block_size] * len(group)
-                self._pool.reserve(undo(group))
+                self.pool.reserve(undo(group))
         return seconds / num_blocks * 1e9
 
     def _new_rows(self, group: Sequence[Row]) -> ReserveBlocks:

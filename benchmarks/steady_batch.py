@@ -34,7 +34,7 @@ class SteadyBatch:
             chunks_prompts=False,
             shares_prefixes=shares_prefixes,
         )
-        self._roster = Roster(limits, num_blocks=self._pool.num_blocks, max_waiting=2 * batch)
+        self.roster = Roster(limits, num_blocks=self._pool.num_blocks, max_waiting=2 * batch)
         self._pending: deque[StepResult] = deque()
         self._num_requests = 0
         self._submit(batch)
@@ -47,25 +47,25 @@ class SteadyBatch:
             result = self._pending.popleft() if len(self._pending) == DEPTH else None
             start = time.thread_time()
             if result is not None:
-                self._roster.apply(result, outcome)
-                self._roster.forget_finished(outcome)
+                self.roster.apply(result, outcome)
+                self.roster.forget_finished(outcome)
             seconds += time.thread_time() - start
             self._submit(len(outcome.finished))
             start = time.thread_time()
             self._plan()
             seconds += time.thread_time() - start
-        stats = self._roster.stats()
+        stats = self.roster.stats()
         assert (stats.prefix_hit_rate, stats.preemptions) == (0, 0), f"not what was to be measured: {stats}"
         return seconds
 
     def _plan(self) -> None:
-        choice = self._roster.choose()
-        wish = self._roster.wish(choice)
+        choice = self.roster.choose()
+        wish = self.roster.wish(choice)
         grant = None
         if wish is not None:
             grant = self._pool.reserve(wish)
-            self._roster.settle(choice, grant, 0.0)
-        plan = self._roster.commit(choice, grant)
+            self.roster.settle(choice, grant, 0.0)
+        plan = self.roster.commit(choice, grant)
         assert plan is not None, "nothing to compute"
         self._pending.append(StepResult(plan.step, pack_ints([1] * plan.samples.count(1))))
 
@@ -78,4 +78,4 @@ class SteadyBatch:
             prompt = draw.choices(range(100_000), k=draw.randint(*self.PROMPTS))
             output = draw.randint(*self.OUTPUTS)
             requests.append(NewRequest(key, pack_ints(prompt), output, (), Sampling(), TextSpec(key)))
-        self._roster.submit(requests)
+        self.roster.submit(requests)

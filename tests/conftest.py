@@ -29,6 +29,16 @@ hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None
 hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets Triton's kernels run in its interpreter, on the CPU, except in the GPU run.
+
+    Triton reads the variable while it is imported, so it is set before any test module is.
+    """
+    print("TRITON?", "triton" in __import__("sys").modules, "torch" in __import__("sys").modules, config.option.markexpr)
+    if config.option.markexpr != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Runs an async test once on each event loop."""

@@ -123,6 +123,7 @@ class FakeAsyncLLM(MegatronAsyncLLM):
         self._tasks = None
         self._calls = None
         self._host = None
+        self._is_closed = False
 
 
 class Driver:

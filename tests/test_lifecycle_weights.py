@@ -197,6 +197,6 @@ async def test_an_update_that_is_cancelled_leaves_the_engine_running() -> None:
             async with llm.updating_weights(epoch=5):
                 scope.cancel()
                 await anyio.sleep_forever()
-        assert llm.engine.phase == "running"
         result = await llm.generate([PROMPTS[0]], greedy(4))
+        assert llm.engine.phase == "running"
         assert tokens_of(result if isinstance(result, list) else [result]) == [expected(PROMPTS[0], 4)]

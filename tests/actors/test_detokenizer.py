@@ -1,5 +1,6 @@
 """The detokeniser: every token reaches its reader once, as text, in deltas or at the end."""
 
+import gc
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from megallm.core_async.messages import (
     pack_floats,
     pack_ints,
 )
+from megallm.core_async.plan.output import Output
 from megallm.core_async.step_times import StepTimes
 
 pytestmark = pytest.mark.anyio
@@ -253,6 +255,8 @@ def test_a_reader_that_left_gets_nothing_and_holds_nothing_up() -> None:
     rig.feed({3: 2}, finished(3))
     assert leaving.take_nowait() == []
     assert completion_of(staying).token_ids == [2, 2, 2]
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, Output)], "an output is kept"
 
 
 def test_progress_counts_the_new_tokens_of_an_outbox() -> None:

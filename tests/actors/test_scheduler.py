@@ -122,7 +122,7 @@ class Play:
     num_events=st.integers(1, 20),
     backend=st.sampled_from(["asyncio", "trio"]),
 )
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_every_request_gets_the_tokens_it_would_get_alone(
     random: Random, num_events: int, backend: str
 ) -> None:

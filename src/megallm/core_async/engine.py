@@ -9,7 +9,6 @@ the forward pass.
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import anyio
 from anyio.abc import TaskStatus
@@ -18,10 +17,10 @@ from megallm.core_async.actors.allocator import Allocator
 from megallm.core_async.actors.detokenizer import Detokenizer, Parcel
 from megallm.core_async.actors.lifecycle import LifecycleActor
 from megallm.core_async.actors.scheduler import Scheduler
-from megallm.core_async.actors.worker import Worker
+from megallm.core_async.actors.worker import Worker, WorkerActor
 from megallm.core_async.config import EngineConfig, check_epoch
 from megallm.core_async.errors import ActorGone, EngineBusy, EngineDeadError, EngineStoppedError
-from megallm.core_async.kit.actor import Address, MailboxAddress
+from megallm.core_async.kit.actor import MailboxAddress
 from megallm.core_async.kit.foreign import poster
 from megallm.core_async.kit.gate import Gate
 from megallm.core_async.kit.outbox import Outbox, Outboxes
@@ -40,7 +39,6 @@ from megallm.core_async.messages import (
     Submit,
     Suspend,
     Unpause,
-    WorkerMessage,
 )
 from megallm.core_async.plan.block_pool import BlockPool
 from megallm.core_async.plan.phases import PauseMode, Phase
@@ -52,15 +50,6 @@ from megallm.core_async.transport.link import LocalLink
 
 DEPTH = 2
 """Plans in flight: one runs while the next is planned and the last one's text is made."""
-
-
-class WorkerActor(Protocol):
-    """The actor round a rank's runner."""
-
-    @property
-    def address(self) -> Address[WorkerMessage]: ...
-
-    async def run(self, *, task_status: TaskStatus[None]) -> None: ...
 
 
 class Engine:
@@ -270,6 +259,14 @@ class Engine:
         Raises: EngineStoppedError, EngineDeadError.
         """
         await self._ask_lifecycle(Resume())
+
+    def go_on(self) -> None:
+        """Asks for what makes the engine run, from whatever phase, and waits for nothing."""
+        try:
+            self._lifecycle.address.send(Resume())
+            self._lifecycle.address.send(Unpause())
+        except ActorGone:
+            return  # it has ended, which every call says
 
     async def set_generation_epoch(self, epoch: object) -> None:
         """Stamps results with the number of the weights from now on.

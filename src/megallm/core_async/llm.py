@@ -209,10 +209,15 @@ class MegatronAsyncLLM(LLMBase):
             await self.suspend()
             yield
             await self.set_generation_epoch(epoch)
-        finally:  # also when the suspend was cut short: it is carried out all the same
-            with anyio.CancelScope(shield=True):
-                await self.resume()
-                await self.unpause()
+        except Exception:
+            await self.resume()
+            await self.unpause()
+            raise
+        except BaseException:  # a cancel waits for nothing, not even for a suspend that it cut short
+            self._parts.engine.post(self._parts.engine.go_on)
+            raise
+        await self.resume()
+        await self.unpause()
 
     async def shutdown(self) -> None:
         """Stops the engine and gives the model back; idempotent.

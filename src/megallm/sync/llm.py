@@ -179,9 +179,15 @@ class MegatronLLM(LLMBase):
             self.suspend()
             yield
             self.set_generation_epoch(epoch)
-        finally:
+        except Exception:
             self.resume()
             self.unpause()
+            raise
+        except BaseException:  # Ctrl-C waits for nothing, not even for a suspend that it cut short
+            self._parts.engine.post(self._parts.engine.go_on)
+            raise
+        self.resume()
+        self.unpause()
 
     def shutdown(self) -> None:
         """Stops the engine, joins its thread and gives the model back; idempotent.

@@ -1,11 +1,23 @@
 """The worker: owner of one rank's runner, on that rank's one thread."""
 
 from collections import deque
-from typing import ClassVar, assert_never
+from typing import ClassVar, Protocol, assert_never
 
+from anyio.abc import TaskStatus
+
+from megallm.core_async.kit.actor import Address
 from megallm.core_async.kit.thread_actor import ThreadActor
 from megallm.core_async.messages import CollectStep, LaunchStep, ReleaseCache, RestoreCache, WorkerMessage
 from megallm.core_async.protocols import PendingStep, Runner
+
+
+class WorkerActor(Protocol):
+    """The actor round a rank's runner."""
+
+    @property
+    def address(self) -> Address[WorkerMessage]: ...
+
+    async def run(self, *, task_status: TaskStatus[None]) -> None: ...
 
 
 class Worker(ThreadActor[WorkerMessage]):

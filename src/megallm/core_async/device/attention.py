@@ -103,7 +103,8 @@ class Attention(Protocol):
         """Gives `[tokens, num_heads * value_head_dim]` of this step's tokens.
 
         `query` is `[tokens, num_heads, head_dim]`, or the same with its heads by kv head, in four
-        dimensions; `key` and `value` are `[tokens, num_kv_heads, ...]`. Keys and values are written to the cache. Inputs may be strided views, and may be overwritten.
+        dimensions; `key` and `value` are `[tokens, num_kv_heads, ...]`. Keys and values are written to
+        the cache. Inputs may be strided views, and may be overwritten.
         """
         ...
 

@@ -4,6 +4,7 @@ Knows graphs and pinned memory; does not know what a step computes.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,10 +52,11 @@ class CapturedStep(Struct, frozen=True, eq=False):
     outputs: StepOutputs
 
 
-def captured(
-    step: Callable[[], StepOutputs], stream: torch.cuda.Stream, pool: tuple[int, int] | None
-) -> CapturedStep:
-    """Runs a step once, so that kernels are compiled and libraries set up, and captures it on `stream`."""
+def captured(step: Callable[[], StepOutputs], stream: torch.cuda.Stream, pool: Any) -> CapturedStep:
+    """Runs a step once, so that kernels are compiled and libraries set up, and captures it on `stream`.
+
+    `pool` is another graph's, or None. Any: torch's type of it is its own, and changes.
+    """
     step()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()

@@ -90,8 +90,8 @@ class TorchRunner:
         )
         if self._config.batch_invariant and not (backend.is_batch_invariant and self._hook.is_dense):
             raise UnsupportedModelError(
-                "batch_invariant=True is for float32 models of dense layers on a CPU, where the kernels could be"
-                " compiled (install g++); leave it off"
+                "batch_invariant=True is for float32 models of dense layers on a CPU, where the kernels could"
+                " be compiled (install g++); leave it off"
             )
         with torch.inference_mode():
             self._cache.allocate()

@@ -93,7 +93,7 @@ class StepGraphs:
         """Captures every size, in seconds; says in the log how many."""
         began = time.perf_counter()
         stream = torch.cuda.Stream()
-        pool: tuple[int, int] | None = None
+        pool = None
         # the largest first: the memory of its inner tensors holds those of all others
         for size in reversed(self._token_sizes):
             self._put_mixed(_NO_STEP, size)

@@ -65,14 +65,10 @@ def decode_attention(
     shape, keys, values = layer.shape, layer.cache.keys, layer.cache.values
     rows, kv_heads, group, head_dim = query.shape
     value_dim = shape.value_head_dim
-    is_direct = num_parts == 1
-    programs = rows * kv_heads * num_parts
     parts = parts_max = out
-    if not is_direct:
-        parts = torch.empty(
-            rows * kv_heads * num_parts * group, value_dim, dtype=torch.float32, device=query.device
-        )
-        parts_max = torch.empty(rows * kv_heads * num_parts * group, dtype=torch.float32, device=query.device)
+    if num_parts > 1:
+        parts = query.new_empty(rows * kv_heads * num_parts * group, value_dim, dtype=torch.float32)
+        parts_max = query.new_empty(len(parts), dtype=torch.float32)
     sinks = out if layer.sinks is None else layer.sinks
     _attend_parts[(kv_heads, rows, num_parts)](
         query,
@@ -102,31 +98,39 @@ def decode_attention(
         MIN_PART=MIN_PART,
         WINDOW=-1 if shape.window is None else shape.window,
         HAS_SINKS=layer.sinks is not None,
-        IS_DIRECT=is_direct,
+        IS_DIRECT=num_parts == 1,
         PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
         num_warps=4,
-        num_stages=_stages_for(programs, head_dim, keys.dtype),
+        num_stages=_stages_for(rows * kv_heads * num_parts, head_dim, keys.dtype),
         **chained(query),
     )
-    if not is_direct:
-        _join_parts[(kv_heads * group, rows)](
-            parts,
-            parts_max,
-            kv_lengths,
-            sinks,
-            out,
-            num_parts,
-            GROUP=group,
-            VALUE_DIM=value_dim,
-            VALUE_WIDTH=triton.next_power_of_2(value_dim),
-            TOKENS=_tokens_for(head_dim, keys.dtype),
-            MIN_PART=MIN_PART,
-            WINDOW=-1 if shape.window is None else shape.window,
-            HAS_SINKS=layer.sinks is not None,
-            JOINED=JOINED,
-            num_warps=2,
-            **chained(out),
-        )
+    if num_parts > 1:
+        _join(layer, parts, parts_max, kv_lengths, num_parts=num_parts, out=out)
+
+
+def _join(
+    layer: PagedLayer, parts: Tensor, parts_max: Tensor, kv_lengths: Tensor, *, num_parts: int, out: Tensor
+) -> None:
+    shape = layer.shape
+    value_dim, head_dim, dtype = shape.value_head_dim, shape.head_dim, layer.cache.keys.dtype
+    _join_parts[(shape.num_heads, len(kv_lengths))](
+        parts,
+        parts_max,
+        kv_lengths,
+        out if layer.sinks is None else layer.sinks,
+        out,
+        num_parts,
+        GROUP=shape.num_heads // shape.num_kv_heads,
+        VALUE_DIM=value_dim,
+        VALUE_WIDTH=triton.next_power_of_2(value_dim),
+        TOKENS=_tokens_for(head_dim, dtype),
+        MIN_PART=MIN_PART,
+        WINDOW=-1 if shape.window is None else shape.window,
+        HAS_SINKS=layer.sinks is not None,
+        JOINED=JOINED,
+        num_warps=2,
+        **chained(out),
+    )
 
 
 def _tokens_for(head_dim: int, dtype: torch.dtype) -> int:
@@ -155,12 +159,11 @@ def _part_of(length, part, num_parts, TOKENS: tl.constexpr, MIN_PART: tl.constex
 @triton.jit(do_not_specialize=["num_parts"])
 def _attend_parts(
     query, keys, values, block_tables, table_rows, kv_lengths, sinks, out, parts, parts_max, scale,
-    num_parts, query_row, query_kv_head, query_head, key_block, key_slot, key_head, value_block,
-    value_slot, value_head, table_row, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, MIN_PART: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, IS_DIRECT: tl.constexpr, PRECISION: tl.constexpr,
-    CHAINED: tl.constexpr,
+    num_parts, query_row, query_kv_head, query_head, key_block, key_slot, key_head, value_block, value_slot,
+    value_head, table_row, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM: tl.constexpr,
+    DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, MIN_PART: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    IS_DIRECT: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     follow(CHAINED)
     kv_head, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -168,9 +171,7 @@ def _attend_parts(
     begin, end, _ = _part_of(length, part, num_parts, TOKENS, MIN_PART, WINDOW)
     if begin >= length:
         return
-    group = tl.arange(0, GROUP_ROWS)
-    dims = tl.arange(0, DIM_WIDTH)
-    value_dims = tl.arange(0, VALUE_WIDTH)
+    group, dims, value_dims = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM_WIDTH), tl.arange(0, VALUE_WIDTH)
     is_head = group < GROUP
     query_at = row.to(tl.int64) * query_row + kv_head * query_kv_head + group[:, None] * query_head
     queries = tl.load(
@@ -195,26 +196,22 @@ def _attend_parts(
         weights = tl.exp2(scores - new_best[:, None])
         shrink = tl.exp2(best - new_best)
         value_at = blocks * value_block + slots * value_slot + kv_head * value_head
-        some_values = tl.load(
-            values + value_at[:, None] + value_dims[None, :],
-            mask=is_seen[:, None] & (value_dims < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        mixed = mixed * shrink[:, None] + tl.dot(
-            weights.to(some_values.dtype), some_values, input_precision=PRECISION
-        )
+        is_value = is_seen[:, None] & (value_dims < VALUE_DIM)[None, :]
+        some_values = tl.load(values + value_at[:, None] + value_dims[None, :], mask=is_value, other=0.0)
+        mixed *= shrink[:, None]
+        mixed += tl.dot(weights.to(some_values.dtype), some_values, input_precision=PRECISION)
         total = total * shrink + tl.sum(weights, 1)
         best = new_best
     is_stored = is_head[:, None] & (value_dims < VALUE_DIM)[None, :]
+    at = row.to(tl.int64) * tl.num_programs(0) + kv_head
     if IS_DIRECT:
         if HAS_SINKS:
             sink = tl.load(sinks + kv_head * GROUP + group, mask=is_head, other=0.0).to(tl.float32)
             total += tl.exp2(sink * 1.4426950408889634 - best)
-        heads = (row.to(tl.int64) * tl.num_programs(0) + kv_head) * GROUP + group
-        result = (mixed / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + heads[:, None] * VALUE_DIM + value_dims[None, :], result, mask=is_stored)
+        at = (at * GROUP + group)[:, None] * VALUE_DIM + value_dims[None, :]
+        tl.store(out + at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_stored)
     else:
-        at = ((row.to(tl.int64) * tl.num_programs(0) + kv_head) * num_parts + part) * GROUP + group
+        at = (at * num_parts + part) * GROUP + group
         tl.store(
             parts + at[:, None] * VALUE_DIM + value_dims[None, :], mixed / total[:, None], mask=is_stored
         )

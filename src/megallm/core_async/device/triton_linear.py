@@ -121,8 +121,10 @@ def _one_line(rows, weight, tile, places, is_output, begin, end, weight_stride,
 
 
 @triton.jit
-def _some_lines(rows, weight, places, is_output, lines, is_line, begin, end, row_stride, weight_stride,
-                ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr):  # fmt: skip
+def _some_lines(
+    rows, weight, places, is_output, lines, is_line, begin, end, row_stride, weight_stride,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
     """Gives the products of some rows with a band, `[OUTPUTS, ROWS]`."""
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for first in range(begin, end, DEPTH):
@@ -168,8 +170,8 @@ def _few_rows(
         tl.store(part + places, sums.to(out.dtype.element_ty), mask=is_output)
     else:
         follow(CHAINED)
-        sums = _some_lines(rows, weight, places, is_output, lines, is_line, begin, end, row_stride, weight_stride,
-                           ROWS, OUTPUTS, DEPTH, IS_EVEN)  # fmt: skip
+        sums = _some_lines(rows, weight, places, is_output, lines, is_line, begin, end, row_stride,
+                           weight_stride, ROWS, OUTPUTS, DEPTH, IS_EVEN)  # fmt: skip
         if IS_GATED:
             ups = _some_lines(rows, upper, places, is_output, lines, is_line, begin, end, row_stride,
                               weight_stride, ROWS, OUTPUTS, DEPTH, IS_EVEN)  # fmt: skip

@@ -124,20 +124,9 @@ def _tile_of_keys(
     return new_best, total * shrink + tl.sum(weights, 1), mixed
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _attend_tiles(
-    query, keys, values, block_tables, table_rows, query_starts, kv_lengths, sinks, out, scale,
-    num_rows, query_row, query_kv_head, query_head, key_block, key_slot, key_head, value_block,
-    value_slot, value_head, table_row, GROUP: tl.constexpr, QUERIES: tl.constexpr,
-    DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    follow(CHAINED)
-    kv_head = tl.program_id(1)
-    per_tile: tl.constexpr = QUERIES // GROUP
-    # the last rows' tiles start first: in a step of decode rows and chunks they have work
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+@triton.jit
+def _place_of(tile, query_starts, num_rows, per_tile: tl.constexpr):
+    """Finds a tile's row, where the row's queries begin, how many it has, and the tile's first of them."""
     origin = tl.load(query_starts)
     row = -1
     for first in range(0, num_rows, 128):
@@ -146,7 +135,32 @@ def _attend_tiles(
         row += tl.sum(((starts // per_tile + some <= tile) & (some < num_rows)).to(tl.int32), 0)
     query_start = tl.load(query_starts + row)
     num_queries = tl.load(query_starts + row + 1) - query_start
-    first_query = (tile - (query_start - origin) // per_tile - row) * per_tile
+    return row, query_start, num_queries, (tile - (query_start - origin) // per_tile - row) * per_tile
+
+
+@triton.jit
+def _with_sink(sink, best, total, mixed):
+    """Gives the sums with one more score that has no value."""
+    new_best = tl.maximum(best, sink)
+    shrink = tl.exp2(best - new_best)
+    return total * shrink + tl.exp2(sink - new_best), mixed * shrink[:, None]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _attend_tiles(
+    query, keys, values, block_tables, table_rows, query_starts, kv_lengths, sinks, out, scale, num_rows,
+    query_row, query_kv_head, query_head, key_block, key_slot, key_head, value_block, value_slot,
+    value_head, table_row, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
+    DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    follow(CHAINED)
+    kv_head = tl.program_id(1)
+    per_tile: tl.constexpr = QUERIES // GROUP
+    # the last rows' tiles start first: in a step of decode rows and chunks they have work
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    row, query_start, num_queries, first_query = _place_of(tile, query_starts, num_rows, per_tile)
     length = tl.load(kv_lengths + row)
     if (first_query >= num_queries) | (length == 0):
         return
@@ -154,8 +168,7 @@ def _attend_tiles(
     line_query = first_query + lines // GROUP
     is_line = (lines < per_tile * GROUP) & (line_query < num_queries)
     tokens = (query_start + line_query).to(tl.int64)
-    dims = tl.arange(0, DIM_WIDTH)
-    value_dims = tl.arange(0, VALUE_WIDTH)
+    dims, value_dims = tl.arange(0, DIM_WIDTH), tl.arange(0, VALUE_WIDTH)
     query_at = tokens * query_row + kv_head * query_kv_head + (lines % GROUP) * query_head
     queries = tl.load(
         query + query_at[:, None] + dims[None, :], mask=is_line[:, None] & (dims < DIM)[None, :], other=0.0
@@ -189,14 +202,9 @@ def _attend_tiles(
         )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + kv_head * GROUP + lines % GROUP).to(tl.float32) * 1.4426950408889634
-        new_best = tl.maximum(best, sink)
-        total = total * tl.exp2(best - new_best) + tl.exp2(sink - new_best)
-        mixed = mixed * tl.exp2(best - new_best)[:, None]
+        total, mixed = _with_sink(sink, best, total, mixed)
     heads = (tokens * tl.num_programs(1) + kv_head) * GROUP + lines % GROUP
     # lines past the row's queries may have seen nothing; they are not stored
     result = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
-    tl.store(
-        out + heads[:, None] * VALUE_DIM + value_dims[None, :],
-        result,
-        mask=is_line[:, None] & (value_dims < VALUE_DIM)[None, :],
-    )
+    is_stored = is_line[:, None] & (value_dims < VALUE_DIM)[None, :]
+    tl.store(out + heads[:, None] * VALUE_DIM + value_dims[None, :], result, mask=is_stored)
