@@ -16,6 +16,7 @@ from benchmarks.report import Report, show
 SUITES: Final = {
     "block_pool": "what a block costs the block pool, and a scheduler's step its prefix cache",
     "control_plane": "the engine's own work a step, with a runner that costs nothing",
+    "kernels": "decode attention on a GPU, against the bytes it reads",
     "offline": "tokens per second of whole batches, beside transformers on the same weights",
 }
 """Every suite: a module of this package, and what it measures."""

@@ -6,6 +6,7 @@
 import faulthandler
 import os
 import signal
+import sys
 from collections.abc import Generator
 from types import FrameType
 from typing import Any
@@ -15,6 +16,10 @@ import pytest
 
 # two threads of two test processes on two cores stall each other for seconds; set before torch is loaded
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton's kernels run in its interpreter, on the CPU, except in the GPU run, which says `-m gpu`;
+# Triton reads this while it is imported, which loading a test folder's conftest.py may do
+if "gpu" not in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 TEST_LIMIT_S = 20.0
 """On a machine with nothing else to do; on a busier one as many times longer."""
@@ -27,16 +32,6 @@ RAISE_AGAIN_S = 5.0
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile("repeatable")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Lets Triton's kernels run in its interpreter, on the CPU, except in the GPU run.
-
-    Triton reads the variable while it is imported, so it is set before any test module is.
-    """
-    print("TRITON?", "triton" in __import__("sys").modules, "torch" in __import__("sys").modules, config.option.markexpr)
-    if config.option.markexpr != "gpu":
-        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(params=["asyncio", "trio"])

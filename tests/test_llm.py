@@ -98,7 +98,7 @@ async def test_mistakes_raise_before_anything_runs(running_llm: MakeLLM) -> None
         assert llm.engine.stats().step == 0
 
 
-async def test_a_bad_prompt_is_data_and_its_neighbours_run(running_llm: MakeLLM) -> None:
+async def test_a_bad_prompt_is_a_failed_result_and_its_neighbours_run(running_llm: MakeLLM) -> None:
     """Alone as well."""
     async with running_llm() as llm:
         results = await several(llm, [[1], [], [2] * 129, [96], [3]], greedy(4))

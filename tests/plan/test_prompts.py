@@ -141,7 +141,7 @@ def test_parameters_of_another_kind_are_a_type_error(wrong: object) -> None:
         ({"smell": 1}, True, ValueError, "multi_modal_data has smell; known are image, video and audio"),
     ],
 )
-def test_multi_modal_data_of_the_wrong_shape_or_kind(
+def test_multimodal_input_of_the_wrong_shape_or_kind(
     given: object,
     is_single: bool,  # noqa: FBT001 - pytest passes it by name
     error: type[Exception],
@@ -152,7 +152,7 @@ def test_multi_modal_data_of_the_wrong_shape_or_kind(
         check_multi_modal(given, 1 if is_single else 2, is_single=is_single)
 
 
-def test_no_multi_modal_data_in_any_shape_is_fine() -> None:
+def test_no_multimodal_input_in_any_shape_is_fine() -> None:
     """Code that handles both kinds of prompts passes None or empty dicts for text."""
     check_multi_modal(None, 2, is_single=False)
     empty: dict[str, object] = {}

@@ -77,7 +77,7 @@ def test_other_prompts_are_a_type_error_before_anything_runs(prompts: Any, messa
         assert llm.engine.stats().step == 0
 
 
-def test_a_bad_prompt_is_data_and_its_neighbours_run() -> None:
+def test_a_bad_prompt_is_a_failed_result_and_its_neighbours_run() -> None:
     """One item a prompt, each with its own status; upstream drops them, and gives them to the next call."""
     with sync_llm() as llm:
         results = llm.generate([[1], [], [2] * 129, [96], [3]], greedy(4))
@@ -149,7 +149,7 @@ def test_an_invalid_value_is_refused_before_anything_runs(fields: dict[str, Any]
         assert llm.engine.stats().step == 0
 
 
-def test_multi_modal_data_is_checked_before_anything_runs() -> None:
+def test_multimodal_input_is_checked_before_anything_runs() -> None:
     """A text generated as if the image were not there would be a lie."""
     with sync_llm() as llm:
         with pytest.raises(ValueError, match="the model has no vision part"):

@@ -152,7 +152,6 @@ def test_a_closed_one_is_dropped_without_a_word() -> None:
         llm = make_llm()
         llm.shutdown()
         del llm
-        gc.collect()
 
 
 SCRIPT = """
@@ -162,7 +161,6 @@ from tests.small_llm import brake, expected, greedy, make_llm, shared_model, tok
 
 def main():
     report = {{}}
-    os.kill(os.getpid(), 0)
     llm = make_llm()
     with brake() as braked:
         def press():
@@ -189,8 +187,7 @@ main()
 def run_script(end: str) -> "subprocess.CompletedProcess[str]":
     """Runs a program of a user's, which ends in its own way; 60 s at most."""
     script = SCRIPT.format(root=str(ROOT), source=str(ROOT / "src"), end=end)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script]
+    environment, command = {**os.environ, "OMP_NUM_THREADS": "1"}, [sys.executable, "-c", script]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
 
 

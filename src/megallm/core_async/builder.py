@@ -14,6 +14,7 @@ from megallm.core_async.device.model import ModelHook
 from megallm.core_async.device.runner import TorchRunner
 from megallm.core_async.engine import Engine
 from megallm.core_async.intake import Intake
+from megallm.core_async.matchers import Matchers
 from megallm.core_async.tokenizers import TokenizerAdapter
 
 log = logging.getLogger(__name__)
@@ -74,8 +75,9 @@ def build(  # the constructor's arguments, which are the public API
         settings, _limits_of(model), attention_backend=attention_backend, batch_invariant=batch_invariant
     )
     adapter = TokenizerAdapter(tokenizer)
-    engine = Engine(config, TorchRunner(model, config), adapter)
-    return Parts(engine, Intake(config, adapter, engine.next_request_id), adapter)
+    matchers = Matchers(adapter, config.vocab_size)
+    engine = Engine(config, TorchRunner(model, config, matchers), adapter)
+    return Parts(engine, Intake(config, adapter, engine.next_request_id, matchers), adapter)
 
 
 def _check_model(model: object, *, use_coordinator: bool) -> None:

@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.errors import InvalidRequestError
+from megallm.core_async.matchers import Matchers
 from megallm.core_async.messages import NewRequest, RequestId, TextSpec, pack_ints
 from megallm.core_async.plan.prompts import Prompt, check_multi_modal, check_prompts, params_per_prompt
 from megallm.core_async.plan.sampling import MAX_SEED, Resolved, resolve
@@ -49,10 +50,16 @@ class Intake:
     """Turns a user's call into requests for one engine."""
 
     def __init__(
-        self, config: EngineConfig, tokenizer: TokenizerAdapter, next_id: Callable[[], RequestId]
+        self,
+        config: EngineConfig,
+        tokenizer: TokenizerAdapter,
+        next_id: Callable[[], RequestId],
+        matchers: Matchers | None = None,
     ) -> None:
+        """`matchers`: shared with the runner, so that a grammar is compiled once."""
         self._config = config
         self._tokenizer = tokenizer
+        self._matchers = matchers or Matchers(tokenizer, config.vocab_size)
         self._next_id = next_id
 
     def prepare(
@@ -78,6 +85,8 @@ class Intake:
             if resolved is None:
                 resolved = resolve(params, eod=self._tokenizer.eod, vocab_size=self._config.vocab_size)
                 self._check_bos(resolved)
+                if resolved.sampling.grammar:
+                    self._matchers.check(resolved.sampling.grammar)
                 resolved_by_id[id(params)] = resolved
             entries.append(Entry(self._next_id(), prompt, [], params))
         for entry in entries:

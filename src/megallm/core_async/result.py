@@ -93,6 +93,12 @@ def completed_result(
         if result.generated_length > 1:
             result.tpot = [(last_s - first_s) / (result.generated_length - 1)]
     _add_events(result, completion, times)
+    if completion.finish_reason == "error":
+        result.status = Status.FAILED
+        result.add_event_error_nontransient(InvalidRequestError(str(completion.stop_reason)))
+        result.add_event_fail()
+    else:
+        result.add_event_finish()
     return result
 
 
@@ -113,7 +119,6 @@ def _add_events(result: Result, completion: Completion, times: Times) -> None:
         for time_s, kind, payload in happened
     ]
     result.event_add_engine = result.events[0]
-    result.add_event_finish()
 
 
 def _add_segments(result: Result, prompt: list[int], tokenizer: TokenizerAdapter) -> None:

@@ -1,6 +1,7 @@
 """The public SamplingParams: megatron-core's fields and ours. Knows the fields, not their checks."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
 
@@ -32,6 +33,14 @@ class SamplingParams(MegatronSamplingParams):
     """0.001 .. 1000: divides positive, multiplies negative logits of prompt and output tokens; 1 is off."""
     logit_bias: dict[int, float] | None = None
     """Token id -> what is added to its logit, -100 .. 100."""
+    json_schema: dict[str, Any] | str | bool | type | None = None
+    """The output is JSON of this schema: a dict, its text, True for any JSON, or a pydantic model."""
+    regex: str | None = None
+    """The output matches this expression, whole."""
+    choice: list[str] | None = None
+    """The output is one of these."""
+    grammar: str | None = None
+    """The output matches this grammar, in llguidance's variant of Lark."""
     priority: int = 0
     """The lower, the sooner it is admitted and the later it yields; first come first served within one."""
     cache_salt: str = ""

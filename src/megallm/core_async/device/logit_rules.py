@@ -48,7 +48,6 @@ class LogitRules:
         for setup in setups:
             self._forget(setup.row)
             sampling = setup.sampling
-            assert not sampling.grammar, "no grammar is compiled on the ranks"
             added: list[_Additions] = []
             if sampling.logit_bias:
                 ids, values = zip(*sampling.logit_bias, strict=True)

@@ -19,6 +19,8 @@ class StepTensors(Struct, frozen=True, eq=False):
     """Of the sampled tokens."""
     scores: LogProbs | None = None
     """Of the plan's targets."""
+    failed: list[tuple[int, str]] = []
+    """See messages.StepResult."""
 
 
 class StepTimes(Struct, frozen=True):
@@ -35,6 +37,7 @@ class QueuedStep:
     def __init__(self, step: int, tensors: StepTensors, times: StepTimes) -> None:
         self._step = step
         self._times = times
+        self._failed = tensors.failed
         self._tokens = self._is_finite = None
         device: torch.device | None = None
         if tensors.sampled is not None:
@@ -64,6 +67,7 @@ class QueuedStep:
             tokens=Ints(b"" if self._tokens is None else self._tokens.numpy().tobytes()),
             log_probs=_chosen(self._log_probs),
             top=_top(self._log_probs),
+            failed=self._failed,
             scores=_chosen(self._scores),
             score_top=_top(self._scores),
             prepare_s=self._times.prepare_s,

@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.device.attention import Attention
 from megallm.core_async.device.backends import backend_for, check_backend
+from megallm.core_async.device.grammar import GrammarRows
 from megallm.core_async.device.kv_cache import CacheShape, PagedCache
 from megallm.core_async.device.log_probs import LogProbs, joined, log_probs_of
 from megallm.core_async.device.logit_rules import LogitRules
 from megallm.core_async.device.model import ModelHook, ModelShape
 from megallm.core_async.device.queued_step import QueuedStep, StepTensors, StepTimes
-from megallm.core_async.device.rows import Rows, column_of
+from megallm.core_async.device.rows import IntColumn, Rows, column_of
 from megallm.core_async.device.sampler import Sampled, processed, sample
 from megallm.core_async.device.step_inputs import StepInputs, inputs_of
 from megallm.core_async.errors import UnsupportedModelError
-from megallm.core_async.messages import StepPlan
+from megallm.core_async.matchers import Matchers
+from megallm.core_async.messages import RowSetup, StepPlan
 
 if TYPE_CHECKING:
     from megallm.core_async.device.captured import StepOutputs
@@ -36,7 +39,8 @@ log = logging.getLogger(__name__)
 class TorchRunner:
     """`protocols.Runner` for a megatron-core model on the device that its parameters are on."""
 
-    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+    def __init__(self, model: nn.Module, config: EngineConfig, matchers: Matchers | None = None) -> None:
+        """`matchers`: for requests that bring a grammar; without it there are none."""
         self._hook = ModelHook(model)
         self._config = config
         shape = self._hook.shape
@@ -62,6 +66,7 @@ class TorchRunner:
         self._rules = LogitRules(
             max_requests=config.max_requests, vocab_size=config.vocab_size, device=shape.device
         )
+        self._grammars = None if matchers is None else GrammarRows(matchers, device=shape.device)
         self._graphs: StepGraphs | None = None
         """Of steps that are not large; None where all run op by op."""
 
@@ -153,7 +158,7 @@ class TorchRunner:
         """Queues one step: tensors, model, sampler. On a CPU it has run when this returns."""
         started = time.perf_counter()
         self._rows.apply(plan)
-        self._rules.set_up(plan.new_rows)
+        self._set_up(plan.new_rows)
         if self._graphs is not None:
             self._graphs.follow(plan)
         if not plan.rows:
@@ -177,8 +182,9 @@ class TorchRunner:
 
         logits = self._of_vocabulary(self._hook.forward(inputs, score))
         forwarded = time.perf_counter()
-        sampled, log_probs = self._sampled(logits, inputs) if inputs.num_samples else (None, None)
-        tensors = StepTensors(sampled=sampled, log_probs=log_probs, scores=joined(scores) if scores else None)
+        tensors = self._sampled(logits, inputs) if inputs.num_samples else StepTensors()
+        if scores:
+            tensors = structs.replace(tensors, scores=joined(scores))
         times = StepTimes(
             prepare_s=prepared - started,
             forward_s=forwarded - prepared,
@@ -194,27 +200,57 @@ class TorchRunner:
         if not count:
             return QueuedStep(plan.step, StepTensors(), StepTimes(forward_s=forwarded - started))
         sampling = self._rows.sampling_of(rows)
-        log_probs: LogProbs | None = None
-        if sampling.is_greedy.all() and not sampling.wants_log_probs.any() and not self._rules.apply_to(rows):
+        if sampling.is_greedy.all() and not sampling.wants_log_probs.any() and not self._has_rules(rows):
             sampled = Sampled(tokens=outputs.tokens[:count], is_finite=outputs.is_finite[:count])
+            tensors = StepTensors(sampled=sampled)
         else:
             positions = (column_of(plan.starts) + column_of(plan.lengths))[places]
             inputs = outputs.inputs_of(rows, positions, sampling, num_top=self._rows.num_top_of(rows))
-            sampled, log_probs = self._sampled(outputs.logits[:count], inputs)
+            tensors = self._sampled(outputs.logits[:count], inputs)
         times = StepTimes(forward_s=forwarded - started, sample_s=time.perf_counter() - forwarded)
-        return QueuedStep(plan.step, StepTensors(sampled=sampled, log_probs=log_probs), times)
+        return QueuedStep(plan.step, tensors, times)
 
-    def _sampled(self, logits: Tensor, inputs: StepInputs) -> tuple[Sampled, LogProbs | None]:
+    def _set_up(self, new_rows: list[RowSetup]) -> None:
+        """Takes the rules of the requests that take rows."""
+        self._rules.set_up(new_rows)
+        if self._grammars is None:
+            return
+        for setup in new_rows:
+            if not setup.sampling.grammar:
+                self._grammars.end(setup.row)
+                continue
+            self._grammars.begin(
+                setup.row,
+                setup.sampling.grammar,
+                column_of(setup.known)[setup.num_prompt :].tolist(),
+                end_ids=setup.end_ids,
+                min_new_tokens=max(setup.masked_until - setup.num_prompt, 0),
+            )
+
+    def _has_rules(self, rows: IntColumn) -> bool:
+        """Whether some row's logits are changed before a token is chosen."""
+        return self._rules.apply_to(rows) or (self._grammars is not None and self._grammars.holds_any)
+
+    def _sampled(self, logits: Tensor, inputs: StepInputs) -> StepTensors:
         """Chooses the step's tokens, which are the rows' next inputs; and gives their log-probs if asked."""
         rows, sampling = inputs.host_sampled_rows, inputs.sampling
         adjusted = self._rules.adjusted(logits, rows, inputs.sampled_positions)
+        faults: dict[int, str] = {}
+        grammars = self._grammars if self._grammars is not None and self._grammars.holds_any else None
+        if grammars is not None:
+            adjusted = adjusted.clone() if adjusted is logits else adjusted
+            faults = grammars.mask(adjusted, rows)
         sampled = sample(adjusted, sampling, inputs.sampled_positions)
         self._rows.last_tokens.index_copy_(0, inputs.sampled_rows, sampled.tokens)
         self._rules.observe(rows, sampled.tokens)
-        if not sampling.wants_log_probs.any():
-            return sampled, None
-        source = processed(adjusted, sampling) if self._config.processes_log_probs else logits
-        return sampled, log_probs_of(source, sampled.tokens, num_top=inputs.num_top)
+        if grammars is not None:  # the next step's mask needs the tokens: on a GPU these rows wait for them
+            grammars.advance(rows, sampled.tokens.cpu().numpy())
+        log_probs: LogProbs | None = None
+        if sampling.wants_log_probs.any():
+            source = processed(adjusted, sampling) if self._config.processes_log_probs else logits
+            log_probs = log_probs_of(source, sampled.tokens, num_top=inputs.num_top)
+        failed = [(place, faults[row]) for place, row in enumerate(rows.tolist()) if row in faults]
+        return StepTensors(sampled=sampled, log_probs=log_probs, failed=failed)
 
     def _of_vocabulary(self, logits: Tensor) -> Tensor:
         """Leaves out the output layer's padding, which has logits and no tokens."""

@@ -205,6 +205,8 @@ def _attend_tiles(
         total, mixed = _with_sink(sink, best, total, mixed)
     heads = (tokens * tl.num_programs(1) + kv_head) * GROUP + lines % GROUP
     # lines past the row's queries may have seen nothing; they are not stored
-    result = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
+    mixed /= tl.where(total > 0, total, 1.0)[:, None]
     is_stored = is_line[:, None] & (value_dims < VALUE_DIM)[None, :]
-    tl.store(out + heads[:, None] * VALUE_DIM + value_dims[None, :], result, mask=is_stored)
+    tl.store(
+        out + heads[:, None] * VALUE_DIM + value_dims[None, :], mixed.to(out.dtype.element_ty), mask=is_stored
+    )

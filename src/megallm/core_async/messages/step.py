@@ -19,6 +19,8 @@ class RowSetup(Struct, frozen=True, gc=False):
     masked_ids: tuple[int, ...] = ()
     """Ids that are not sampled at positions below `masked_until`."""
     masked_until: int = 0
+    end_ids: tuple[int, ...] = ()
+    """Ids that end the request, where `sampling.grammar` holds it: allowed once the grammar is complete."""
 
 
 class StepPlan(Struct, frozen=True, gc=False):
@@ -74,6 +76,8 @@ class StepResult(Struct, frozen=True, gc=False):
     """One place for each sampling row, once any row asks; `num_top` is the most that any asks."""
     scores: Floats = Floats(b"")
     """Log-probability of each of the plan's targets, those of -1 left out."""
+    failed: list[tuple[int, str]] = []
+    """(place among the tokens, why) of rows that can't go on: their requests end with what they have."""
     score_top: TopLogProbs | None = None
     """The same places."""
     prepare_s: float = 0.0

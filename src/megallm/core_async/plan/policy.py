@@ -17,6 +17,9 @@ from megallm.core_async.plan.request import Request
 MAX_PASSES = 64
 """Smaller requests that may overtake one that does not fit; then nobody does until it runs."""
 
+LOOK_AHEAD = 8
+"""Tokens; a row holds at most one block more than it needs."""
+
 
 class Limits(Struct, frozen=True):
     """The bounds of one step."""
@@ -80,3 +83,12 @@ def candidates(
         admission = request.admission(row, limits.block_size, may_split=may_split, max_passes=MAX_PASSES)
         offered.append((request, admission))
     return offered
+
+
+def look_ahead(choice: Choice, num_running: int, num_free: int, limits: Limits) -> int:
+    """Gives how many tokens before its blocks are full a row gets the next one, once any has to ask.
+
+    Some row is full at almost every step; asking for those that soon will be saves the next asks.
+    """
+    is_ample = num_free >= 2 * num_running + len(choice.decodes)
+    return min(LOOK_AHEAD, limits.block_size - 1) if is_ample else 0

@@ -129,6 +129,7 @@ class Request:
             known=Ints(self.tokens.tobytes()) if sampling.needs_history else Ints(b""),
             masked_ids=self.new.stop_token_ids if min_new else (),
             masked_until=self.num_prompt + min_new,
+            end_ids=self.new.stop_token_ids if sampling.grammar else (),
         )
 
     def targets(self, start: int, length: int) -> array[int]:

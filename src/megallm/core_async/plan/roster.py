@@ -19,7 +19,7 @@ from megallm.core_async.messages import (
     unpack_ints,
 )
 from megallm.core_async.plan.flight import InFlight, Outcome
-from megallm.core_async.plan.policy import Choice, Limits, candidates, choose
+from megallm.core_async.plan.policy import Choice, Limits, candidates, choose, look_ahead
 from megallm.core_async.plan.request import NO_ROW, Request
 from megallm.core_async.plan.waiting_line import WaitingLine
 from megallm.core_async.plan.writing import write_plan
@@ -28,8 +28,6 @@ MAX_OFFERED = 128
 """How many of the waiting line the allocator is offered at once."""
 MIN_OFFERED = 8
 """The same while nobody fits."""
-LOOK_AHEAD = 8
-"""Tokens; a row holds at most one block more than it needs."""
 
 
 class Roster:
@@ -130,13 +128,7 @@ class Roster:
             request.tokens.append(token)
         if self._shares:
             self._note_filled(step.sampled)
-        if not self._stop_ids.isdisjoint(tokens):
-            for request, token in zip(step.sampled, tokens, strict=True):
-                if token in request.stop_ids and request.finish_reason is None:
-                    self._finish(request, "stop", token, outcome)
-        for request in [*step.last, *step.complete]:
-            if request.finish_reason is None:
-                self._finish(request, "length", None, outcome)
+        self._end_those_done(step, result, tokens, outcome)
 
     def drop(self, closed: Iterable[RequestId], outcome: Outcome) -> None:
         """Ends requests whose readers left; one that is not known has ended before."""
@@ -179,7 +171,7 @@ class Roster:
 
     def wish(self, choice: Choice) -> ReserveBlocks | None:
         """Gives what to ask the allocator for; None when the choice needs nothing."""
-        ahead = self._look_ahead(choice)
+        ahead = look_ahead(choice, len(self._running), self._num_free, self._limits)
         growing = [request for request in choice.decodes if request.num_computed >= request.capacity]
         if growing and ahead:
             growing = [
@@ -226,9 +218,8 @@ class Roster:
         self._admit(grant, self._offered, choice)
         for request in choice.admitted:
             request.events.append(("add_context", time_s))
-        for row, start, count in zip(
-            grant.changed_rows, grant.changed_starts, grant.changed_counts, strict=True
-        ):
+        changes = zip(grant.changed_rows, grant.changed_starts, grant.changed_counts, strict=True)
+        for row, start, count in changes:
             self._requests_by_row[row].capacity = (start + count) * self._limits.block_size
 
     def count(self, grant: BlockGrant) -> None:
@@ -264,12 +255,28 @@ class Roster:
 
     # ---- below ---------------------------------------------------------------------------------
 
+    def _end_those_done(
+        self, step: InFlight, result: StepResult, tokens: Iterable[int], outcome: Outcome
+    ) -> None:
+        """Ends requests whose token is a stop id, that can't go on, or that have all they may have."""
+        if not self._stop_ids.isdisjoint(tokens):
+            for request, token in zip(step.sampled, tokens, strict=True):
+                if token in request.stop_ids and request.finish_reason is None:
+                    self._finish(request, "stop", token, outcome)
+        for place, reason in result.failed:
+            request = step.sampled[place]
+            if request.finish_reason is None:
+                self._finish(request, "error", reason, outcome)
+        for request in [*step.last, *step.complete]:
+            if request.finish_reason is None:
+                self._finish(request, "length", None, outcome)
+
     def _note_filled(self, requests: list[Request]) -> None:
         """Gathers the blocks that these requests have filled, for others to share."""
         for request in [each for each in requests if len(each.tokens) >= each.fill_at]:
             self._filled += request.newly_filled(self._limits.block_size)
 
-    def _finish(self, request: Request, reason: str, stop_reason: int | None, outcome: Outcome) -> None:
+    def _finish(self, request: Request, reason: str, stop_reason: int | str | None, outcome: Outcome) -> None:
         request.finish_reason = reason
         outcome.finished.append(request.finished(reason, stop_reason))
         del self._requests[request.request_id]
@@ -291,15 +298,6 @@ class Roster:
         self._free_rows.append(request.row)
         request.leave_row()
 
-    def _look_ahead(self, choice: Choice) -> int:
-        """Gives how many tokens before its blocks are full a row gets the next one, once any has to ask.
-
-        Some rows are full at almost every step; asking for those that soon will be saves the next asks.
-        """
-        num_available = self._num_free + self._num_cached_blocks
-        is_ample = num_available >= 2 * len(self._running) + len(choice.decodes)
-        return min(LOOK_AHEAD, self._limits.block_size - 1) if is_ample else 0
-
     def _offer(self, choice: Choice) -> list[tuple[Request, Admission]]:
         """Gives who might be admitted; few while nobody fits, since they are tried at each step."""
         if not self._free_rows or choice.budget <= 0 or not len(self._waiting):
@@ -318,9 +316,8 @@ class Roster:
 
     def _admit(self, grant: BlockGrant, offered: list[tuple[Request, Admission]], choice: Choice) -> None:
         """Makes those run that the allocator admitted."""
-        for index, num_cached, num_chunk in zip(
-            grant.admitted, grant.num_cached, grant.num_chunk, strict=True
-        ):
+        admissions = zip(grant.admitted, grant.num_cached, grant.num_chunk, strict=True)
+        for index, num_cached, num_chunk in admissions:
             request, admission = offered[index]
             self._waiting.leave(request)
             self._free_rows.remove(admission.row)

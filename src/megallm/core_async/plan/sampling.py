@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from megallm.core_async.messages import Sampling
 from megallm.core_async.plan.prompts import items_of
+from megallm.core_async.structured import grammar_of
 
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 1_000_000
@@ -101,6 +102,7 @@ def _sampling(params: ParamsFields, vocab_size: int, *, wants_log_probs: bool) -
         frequency_penalty=_number(params, "frequency_penalty", -2.0, 2.0, 0.0),
         repetition_penalty=_number(params, "repetition_penalty", 0.001, 1000.0, 1.0),
         logit_bias=_logit_bias(params, vocab_size),
+        grammar=grammar_of(params),
     )
 
 
