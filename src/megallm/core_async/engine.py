@@ -76,6 +76,7 @@ class Engine:
         self._request_ids = itertools.count(1)
         self._stats = EngineStats(free_blocks=config.num_blocks)
         self._failure: Exception | None = None
+        self._is_built = False
         self._is_started = False
         self._is_stopping = False
         self._post: Callable[[Callable[[], object]], None] | None = None
@@ -116,6 +117,7 @@ class Engine:
     def _build(self) -> None:
         config = self.config
         self._post = poster()
+        self._is_built = True
         self._gate = Gate()
         self._outboxes = Outboxes[Parcel](self._gate.need)
         self._stop_asked = anyio.Event()
@@ -295,7 +297,7 @@ class Engine:
 
         Idempotent; a failed engine has stopped.
         """
-        if self._is_started:
+        if self._is_built:
             self._is_stopping = True
             self._outboxes.fail_all(self.error)
             self._stop_asked.set()
@@ -304,10 +306,11 @@ class Engine:
     async def wait_for_shutdown(self) -> None:
         """Waits until the engine has stopped.
 
-        Raises: EngineDeadError when it failed.
+        Raises: EngineDeadError when it failed, EngineStoppedError when it was never started.
         """
-        await self._has_ended.wait()
-        if self._failure is not None:
+        if self._is_built:
+            await self._has_ended.wait()
+        if self._failure is not None or not self._is_built:
             raise self.error()
 
     def check_alive(self) -> None:

@@ -28,7 +28,7 @@ the number's automaton, and 100,000 take two seconds."""
 MAX_PROPERTIES: Final = 1000
 """Of one object. Compiling 3,000 takes two seconds; of more than 250, most have to be required."""
 MAX_RULES: Final = 500
-"""Of a grammar. Terminals that repeat each other take the cube of their number: 500 of them a second."""
+"""Of a grammar. Terminals that repeat each other are the slowest: 500 take 0.3 s, 1,000 take 1.2 s."""
 
 _MANY: Final = 10**18
 """No product is counted further."""

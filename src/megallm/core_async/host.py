@@ -1,5 +1,6 @@
 """An engine on a private loop thread, for callers with no loop of their own or with another one."""
 
+import threading
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
@@ -125,5 +126,10 @@ async def _awaited[T](coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _close_forgotten(host: EngineHost, name: str) -> None:
-    host.close()
+    closing = threading.Thread(target=host.close, name="megallm-close", daemon=True)
+    closing.start()
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # the collector may run on a thread being closed
+        closing.join()
     warnings.warn(f"a {name} was dropped without shutdown(); it was stopped", ResourceWarning, stacklevel=2)

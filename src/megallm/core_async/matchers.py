@@ -21,7 +21,7 @@ COMPILE_LIMIT_S: Final = 5.0
 MAX_COMPILING: Final = 4
 """Threads that compile at the same time, those given up included: the rest of the machine stays free."""
 MAX_KEPT: Final = 16
-"""Compiled grammars kept for the next request that asks for them; a hostile one holds 55 MB, others 1 or 2."""
+"""Compiled grammars kept for the next request that asks for them; one made to be large holds 55 MB."""
 STACK_BYTES: Final = 256 * 2**20
 """Address space for a compiling thread's stack, touched as it is used. llguidance calls itself once for each
 step of a chain of references: 64 KB of them overflow a usual stack of 8 MiB, which ends the process, and fit

@@ -123,8 +123,7 @@ def _add_events(result: Result, completion: Completion, times: Times) -> None:
 
 def _add_segments(result: Result, prompt: list[int], tokenizer: TokenizerAdapter) -> None:
     """Fills in the tokens' texts one by one, where `return_segments` asks for them."""
-    params = result.sampling_params
-    if params is None or not params.return_segments:
+    if not getattr(result.sampling_params, "return_segments", False):
         return
     result.generated_segments = [tokenizer.detokenize([token]) for token in result.generated_tokens]
     result.segments = [tokenizer.detokenize([token]) for token in prompt] + result.generated_segments
@@ -137,8 +136,7 @@ def _add_log_probs(result: Result, completion: Completion, tokenizer: TokenizerA
     lists: Any = result  # Any: megatron declares tensors here and gives lists
     lists.generated_log_probs = completion.log_probs
     lists.prompt_log_probs = completion.prompt_log_probs
-    params = result.sampling_params
-    if params is not None and params.top_n_logprobs > 0:
+    if getattr(result.sampling_params, "top_n_logprobs", 0) > 0:
         result.generated_top_n_logprobs = _by_text(completion.top, tokenizer)
         result.prompt_top_n_logprobs = _by_text(completion.prompt_top, tokenizer)
 

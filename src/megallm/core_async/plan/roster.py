@@ -331,9 +331,9 @@ class Roster:
             choice.chunks.append((request, num_chunk))
             choice.admitted.append(request)
         if grant.admitted:
-            admitted = set(grant.admitted)
-            for index in range(grant.admitted[-1]):
-                offered[index][0].num_passed += index not in admitted
+            left = set(range(grant.admitted[-1])) - set(grant.admitted)
+            for index in left:
+                offered[index][0].num_passed += sum(other > index for other in grant.admitted)
         if offered:
             self._num_offered = MAX_OFFERED if grant.admitted else MIN_OFFERED
 

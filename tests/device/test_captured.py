@@ -1,0 +1,14 @@
+"""What a captured step needs on the host."""
+
+import numpy as np
+import pytest
+
+from megallm.core_async.device.captured import padded
+
+
+def test_column_is_filled_up_and_never_cut() -> None:
+    """A row cut off would keep its last token for ever."""
+    column = np.array([3, 1], dtype=np.int32)
+    assert padded(column, 4, 9).tolist() == [3, 1, 9, 9]
+    with pytest.raises(AssertionError, match="2 entries, room for 1"):
+        padded(column, 1, 9)

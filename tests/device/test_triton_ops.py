@@ -1,0 +1,30 @@
+"""The layer's arithmetic on CUDA against torch's, in Triton's interpreter."""
+
+import pytest
+import torch
+
+from megallm.core_async.device.dense_layer import TorchOps
+from megallm.core_async.device.triton_ops import TritonOps
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_every_way_of_a_product_gives_what_torch_gives(num_rows: int) -> None:
+    """One row, few rows and many take different kernels; a bias takes torch's."""
+    ours, torchs = TritonOps(), TorchOps()
+    rows, residual = torch.randn(num_rows, 64).half(), torch.randn(num_rows, 96).half()
+    weight, norm, bias = torch.randn(96, 64).half(), torch.rand(96).half(), torch.randn(96).half()
+    for some_bias in (None, bias):
+        for got, expected in (
+            (ours.linear(rows, weight, some_bias), torchs.linear(rows, weight, some_bias)),
+            (ours.gated_linear(rows, weight, some_bias), torchs.gated_linear(rows, weight, some_bias)),
+            (
+                ours.add_linear(residual, rows, weight, some_bias),
+                torchs.add_linear(residual, rows, weight, some_bias),
+            ),
+        ):
+            torch.testing.assert_close(got, expected, rtol=1e-2, atol=6e-2)
+        sums, normed = ours.add_linear_norm(residual, rows, weight, some_bias, norm, 1e-5)
+        expected_sums, expected_normed = torchs.add_linear_norm(residual, rows, weight, some_bias, norm, 1e-5)
+        torch.testing.assert_close(sums, expected_sums, rtol=1e-2, atol=6e-2)
+        torch.testing.assert_close(normed, expected_normed, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(ours.rms_norm(residual, norm, 1e-5), torchs.rms_norm(residual, norm, 1e-5))
