@@ -25,7 +25,11 @@ TESTED_ELSEWHERE = {
     "__init__.py": "tests/test_import.py",
     "__main__.py": "tests/test_cli.py",
     "core_async/errors.py": "tests/test_import.py; holds no behaviour",
-    "core_async/messages.py": "by every actor's test; holds no behaviour",
+    "core_async/messages/ask.py": "by every actor's test; holds no behaviour",
+    "core_async/messages/control.py": "the same",
+    "core_async/messages/output.py": "the same",
+    "core_async/messages/request.py": "the same",
+    "core_async/messages/step.py": "the same",
     "core_async/protocols.py": "by every fake; holds types alone",
 }
 """Source files without a test file of their own, and where their tests are."""

@@ -173,6 +173,16 @@ def test_nobody_waits_for_a_row_that_has_ended_or_yielded() -> None:
     assert (grant.admitted, grant.num_cached) == ([0], [0])
 
 
+def test_the_end_of_a_copy_does_not_end_the_wait_for_the_first() -> None:
+    """Both compute the block that ends their prompt; one of them still will have it."""
+    batch = empty_batch()
+    batch.step(batch.admission(0, [*A, *B]), budget=7)
+    batch.step(batch.admission(1, [*A, *B]), budget=2)
+    assert batch.step(batch.admission(2, [*A, *B, *TAIL]), released=[1]).admitted == []
+    batch.step(grow={0: 1})
+    assert batch.step(batch.admission(2, [*A, *B, *TAIL])).num_cached == [8]
+
+
 def test_nobody_waits_for_a_row_whose_blocks_are_of_old_weights() -> None:
     """They will never be known."""
     batch = empty_batch()

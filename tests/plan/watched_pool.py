@@ -128,8 +128,7 @@ class Watch:
             self._computed[row] += each.tokens
             assert len(self._computed[row]) == (each.place + 1) * 4 * self._block_size
             prefix = (self._roots[row], self._computed[row])
-            if self._coming.get(prefix) == row:
-                del self._coming[prefix]
+            self._coming.pop(prefix, None)
             block = self.tables[row][each.place]
             self._prefixes[block] = prefix
             self._found.setdefault(prefix, block)

@@ -126,10 +126,10 @@ async def _awaited[T](coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _close_forgotten(host: EngineHost, name: str) -> None:
-    closing = threading.Thread(target=host.close, name="megallm-close", daemon=True)
-    closing.start()
     if (
         threading.current_thread() is threading.main_thread()
-    ):  # the collector may run on a thread being closed
-        closing.join()
+    ):  # also at exit, when no thread can start any more
+        host.close()
+    else:  # the collector may run on a thread that is to be joined
+        threading.Thread(target=host.close, name="megallm-close", daemon=True).start()
     warnings.warn(f"a {name} was dropped without shutdown(); it was stopped", ResourceWarning, stacklevel=2)

@@ -18,7 +18,7 @@ class BlockPool:
 
     `keeps_cached`: a known block that nobody holds stays until its room is needed, the least
     recently used first and leaves before their parents (LRU); else it is free at once (REF_ZERO).
-    `max_held`: blocks that rows may keep which sit out for want of one more.
+    `max_held`: blocks that a row may keep which sits out for want of one more; one row at a time does.
     """
 
     def __init__(
@@ -130,26 +130,19 @@ class BlockPool:
                 continue
             while num_missing > self._num_available:
                 victim = wish.victims[-1 - len(draft.preempted)]
-                if victim == row and self._may_hold(row, draft):
-                    draft.held.append(row)
-                    break
                 assert row != wish.victims[0] or victim != row, (
                     f"row {row}, the first of all, lacks {num_missing} blocks and only {self._num_available}"
                     f" of {self._num_blocks} can be had"
                 )
+                if victim == row and len(self._tables[row]) <= self._max_held:
+                    draft.held.append(row)
+                    break
                 self.release(victim)
                 draft.preempted.append(victim)
                 if victim == row:
                     return
             else:
                 self._extend(row, num_missing, draft)
-
-    def _may_hold(self, row: Row, draft: Draft) -> bool:
-        """Whether a row that is short may keep its blocks: others hold blocks that will come back."""
-        if len(self._tables) <= len(draft.held) + 1:
-            return False
-        num_held = sum(len(self._tables.get(each, ())) for each in [*draft.held, row])
-        return num_held <= self._max_held
 
     def _admit(self, admissions: Sequence[Admission], budget: int, num_running: int, draft: Draft) -> None:
         """Grants what fits, in order. One block for each running row stays out of it, so that it can grow."""
@@ -262,11 +255,9 @@ class BlockPool:
 
     def _share(self, blocks: Sequence[FilledBlock]) -> None:
         """Makes filled blocks known, and nobody waits for them any more."""
-        coming = self._coming
         for filled in blocks:
             row, place = filled.row, filled.place
-            if coming.get(filled.key) == row:
-                del coming[filled.key]
+            self._coming.pop(filled.key, None)
             if row not in self._unshared:
                 table = self._tables[row]
                 self._index.add(table[place], filled, table[place - 1] if place else None)
