@@ -1,12 +1,11 @@
 """Grammars are compiled within bounds, once, for whatever tokenizer there is."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from megallm.core_async import matchers as matchers_module
 from megallm.core_async.grammar_bounds import MAX_BYTES
 from megallm.core_async.matchers import Matchers, fault_of
@@ -260,34 +259,3 @@ def test_several_threads_may_check_and_follow_the_same_grammar(matchers: Matcher
     for thread in threads:
         thread.join()
     assert faults == [""] * 80
-
-
-class NullTokenizer:
-    """Numbers are its words, as megatron's null tokenizer."""
-
-    vocab_size = 10
-    eod = 9
-
-    def tokenize(self, text: str) -> list[int]:
-        """Gives the numbers of a text."""
-        return [int(word) for word in text.split()]
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """Gives the numbers as text."""
-        return " ".join(map(str, tokens))
-
-
-def test_a_tokenizer_without_bytes_is_refused_by_name() -> None:
-    """A mask can't be made for it, and guessing would let through what does not match."""
-    with pytest.raises(ValueError, match=r"a NullTokenizer, has no token_bytes\(id\)"):
-        Matchers(TokenizerAdapter(NullTokenizer()), 10).check(made(choice=["a"]))
-
-
-def test_a_tokenizer_without_an_end_is_refused_by_name() -> None:
-    """A complete output could not be ended."""
-
-    class Endless(ByteTokenizer):
-        eod: Any = None
-
-    with pytest.raises(ValueError, match="a Endless, names none"):
-        Matchers(TokenizerAdapter(Endless()), VOCAB).check(made(choice=["a"]))

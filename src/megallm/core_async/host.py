@@ -126,9 +126,7 @@ async def _awaited[T](coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _close_forgotten(host: EngineHost, name: str) -> None:
-    if (
-        threading.current_thread() is threading.main_thread()
-    ):  # also at exit, when no thread can start any more
+    if threading.current_thread() is threading.main_thread():  # as at exit, when no thread can start
         host.close()
     else:  # the collector may run on a thread that is to be joined
         threading.Thread(target=host.close, name="megallm-close", daemon=True).start()

@@ -220,23 +220,25 @@ def _tokenizer_of(adapter: TokenizerAdapter, vocab_size: int) -> "LLTokenizer":
         )
     if isinstance(wrapped, TokenBytes):
         return LLTokenizer(TokenizerWrapper(_Vocabulary(adapter, wrapped, vocab_size)))
-    fast = _fast_tokenizer(wrapped)
-    if fast is None:
+    backend = _fast_backend(wrapped)
+    if backend is None:
         raise ValueError(
             f"structured output needs the bytes of every token, and the tokenizer, a {name}, has no"
             " token_bytes(id) and is no fast Hugging Face tokenizer"
         )
-    from llguidance.hf import from_tokenizer  # noqa: PLC0415 - whoever brings such a tokenizer has transformers
+    try:
+        return LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=[adapter.eod])
+    except ValueError as error:
+        raise ValueError(f"structured output can't use the tokenizer, a {name}: {error}") from error
 
-    return from_tokenizer(fast, n_vocab=vocab_size, eos_token=[adapter.eod])
 
-
-def _fast_tokenizer(tokenizer: object) -> Any | None:  # Any: transformers is no requirement
-    """Finds Hugging Face's fast tokenizer in what was given: itself, or what megatron wraps it in."""
+def _fast_backend(tokenizer: object) -> Any | None:  # Any: a tokenizers.Tokenizer, which has no types
+    """Finds the `tokenizers` object of a fast Hugging Face tokenizer, given itself or wrapped by megatron."""
     inner: object = getattr(tokenizer, "_tokenizer", None)
     for candidate in (tokenizer, inner, getattr(inner, "tokenizer", None)):
-        if hasattr(candidate, "backend_tokenizer"):
-            return candidate
+        backend: object = getattr(candidate, "backend_tokenizer", None)
+        if backend is not None:
+            return backend
     return None
 
 

@@ -180,14 +180,12 @@ def _attend_tiles(
     best = tl.full((QUERIES,), -1.0e30, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     mixed = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
-    begin = 0
+    # keys that every query of the tile sees need no mask; where there is a window, none are
+    begin, unmasked_end = 0, (first_position + 1) // TOKENS * TOKENS
     if WINDOW >= 0:
         begin = tl.maximum(first_position - WINDOW, 0) // TOKENS * TOKENS
+        unmasked_end = begin
     end = tl.minimum(first_position + per_tile, length)
-    # keys that every query of the tile sees need no mask
-    unmasked_end = begin
-    if WINDOW < 0:
-        unmasked_end = (first_position + 1) // TOKENS * TOKENS
     for first in range(begin, unmasked_end, TOKENS):
         best, total, mixed = _tile_of_keys(
             queries, query_positions, first, end, best, total, mixed, head_keys, head_values, table, scale,
