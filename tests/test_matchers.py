@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from megallm.core_async import matchers as matchers_module
 from megallm.core_async.grammar_bounds import MAX_BYTES
 from megallm.core_async.matchers import Matchers, fault_of

@@ -50,8 +50,8 @@ def byte_level() -> Tokenizer:
     backend = Tokenizer(BPE(vocabulary, [("a", "b"), ("ab", "c")]))
     backend.pre_tokenizer = ByteLevelEncoder(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
-    specials: Any = backend.add_special_tokens  # Any: it has no types
-    specials(["<|end|>"])
+    untyped: Any = backend  # Any: its methods have half of their types
+    untyped.add_special_tokens(["<|end|>"])
     return backend
 
 

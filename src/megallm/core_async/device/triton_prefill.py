@@ -174,7 +174,6 @@ def _attend_tiles(
         query + query_at[:, None] + dims[None, :], mask=is_line[:, None] & (dims < DIM)[None, :], other=0.0
     )
     first_position = length - num_queries + first_query
-    query_positions = first_position + lines // GROUP
     table = block_tables + tl.load(table_rows + row).to(tl.int64) * table_row
     head_keys, head_values = keys + kv_head * key_head, values + kv_head * value_head
     best = tl.full((QUERIES,), -1.0e30, tl.float32)
@@ -188,14 +187,14 @@ def _attend_tiles(
     end = tl.minimum(first_position + per_tile, length)
     for first in range(begin, unmasked_end, TOKENS):
         best, total, mixed = _tile_of_keys(
-            queries, query_positions, first, end, best, total, mixed, head_keys, head_values, table, scale,
-            key_block, key_slot, value_block, value_slot,
+            queries, first_position + lines // GROUP, first, end, best, total, mixed, head_keys, head_values,
+            table, scale, key_block, key_slot, value_block, value_slot,
             DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, WINDOW, PRECISION, False,
         )  # fmt: skip
     for first in range(unmasked_end, end, TOKENS):
         best, total, mixed = _tile_of_keys(
-            queries, query_positions, first, end, best, total, mixed, head_keys, head_values, table, scale,
-            key_block, key_slot, value_block, value_slot,
+            queries, first_position + lines // GROUP, first, end, best, total, mixed, head_keys, head_values,
+            table, scale, key_block, key_slot, value_block, value_slot,
             DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, WINDOW, PRECISION, True,
         )  # fmt: skip
     if HAS_SINKS:
