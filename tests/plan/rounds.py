@@ -163,12 +163,22 @@ class Rounds:
         wish = self.roster.wish(choice)
         grant = None
         if wish is not None:
+            self._check_offer(wish)
             grant = self.pool.reserve(wish)
             self.roster.settle(choice, grant, float(self.num_turns))
             for row in wish.released:
                 self._rows.pop(row, None)
             self._put_back(grant.preempted[::-1])
         return self.roster.commit(choice, grant)
+
+    def _check_offer(self, wish: ReserveBlocks) -> None:
+        """Fails unless those are offered that stand first in the line, with all that is known of them."""
+        line = [key for priority in sorted(self._line) for key in self._line[priority]]
+        for key, admission in zip(line, wish.admissions, strict=False):
+            known = [*self.courses[key].asked.tokens, *self.courses[key].tokens]
+            assert admission.num_tokens == len(known)
+            assert admission.tokens in (b"", pack_ints(known))
+        assert len(wish.admissions) <= len(line)
 
     def _give_back(self) -> None:
         wish = self.roster.give_back()

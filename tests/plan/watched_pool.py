@@ -186,6 +186,8 @@ class Watch:
         self, wish: ReserveBlocks, grant: BlockGrant, changes: list[tuple[Row, int, list[BlockId]]]
     ) -> None:
         """Follows the running rows: nobody yields before a row is short, and then no more than must."""
+        victims = iter(wish.victims)
+        assert all(row in victims for row in wish.rows), "the rows are not in the order of the victims"
         yielding = list(grant.preempted)
         for row, num_tokens in zip(wish.rows, wish.num_tokens, strict=True):
             num_wanted = -(-num_tokens // self._block_size)

@@ -213,7 +213,6 @@ class Request:
         self.num_computed = 0
         self.capacity = 0
         self.num_filled = 0
-        self.fill_at = NEVER
         self.is_decoding = False
 
     def _await_block(self, block_size: int) -> None:
