@@ -23,6 +23,7 @@ from megallm.core_async.loop_thread import Backend
 from megallm.core_async.plan.prompts import Prompt, Prompts
 from megallm.core_async.result import Result
 from megallm.core_async.streaming import AsyncStream, StreamState
+from megallm.core_async.structured import FIELDS
 
 STOP_S = 15.0
 """How long leaving the block waits for the engine's stop, also when it is cancelled."""
@@ -286,7 +287,7 @@ class MegatronAsyncLLM(LLMBase):
 
     async def _prepare(self, prompts: Prompts, sampling_params: Params, multi_modal_data: object) -> Call:
         """Checks and tokenises, off the loop when that takes long."""
-        if _num_characters(prompts) > LONG_CALL:
+        if _num_characters(prompts) > LONG_CALL or _has_grammar(sampling_params):
             return await anyio.to_thread.run_sync(self._call, prompts, sampling_params, multi_modal_data)
         return self._call(prompts, sampling_params, multi_modal_data)
 
@@ -310,6 +311,12 @@ class MegatronAsyncLLM(LLMBase):
 
 async def _awaited[T](coroutine: Coroutine[Any, Any, T]) -> T:
     return await coroutine
+
+
+def _has_grammar(sampling_params: Params) -> bool:
+    """Whether a grammar is to be compiled, which may take seconds."""
+    given = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+    return any(getattr(params, field, None) is not None for params in given for field in FIELDS)
 
 
 def _num_characters(prompts: Prompts) -> int:

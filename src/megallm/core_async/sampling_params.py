@@ -40,7 +40,7 @@ class SamplingParams(MegatronSamplingParams):
     choice: list[str] | None = None
     """The output is one of these."""
     grammar: str | None = None
-    """The output matches this grammar, in llguidance's variant of Lark."""
+    """The output matches this grammar: Lark, in llguidance's variant, or GBNF."""
     priority: int = 0
     """The lower, the sooner it is admitted and the later it yields; first come first served within one."""
     cache_salt: str = ""

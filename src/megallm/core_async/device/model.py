@@ -35,6 +35,7 @@ from megallm.core_async.device.rope import RopeTable, table_of
 from megallm.core_async.device.rope_angles import angles_of
 from megallm.core_async.device.step_inputs import StepInputs
 from megallm.core_async.device.swaps import Swaps
+from megallm.core_async.errors import LifecycleError
 
 type MegatronModule = Any  # megatron's modules are untyped, and their attributes are what this file is about
 
@@ -104,7 +105,10 @@ class ModelHook:
         Dense layers of one rank run as one function each, on `ops`.
         """
         assert not any(module.training for module in self._model.modules()), "the model is in training mode"
+        if "megallm_is_bound" in vars(self._model):
+            raise LifecycleError("another engine runs on this model; shut that one down first")
         try:
+            self._swaps.set(self._model, "megallm_is_bound", True)
             self._bind_rotary(max_positions)
             self._bind_detours(ops)
             next_norm = NextNorm()

@@ -229,14 +229,14 @@ class TorchRunner:
 
     def _has_rules(self, rows: IntColumn) -> bool:
         """Whether some row's logits are changed before a token is chosen."""
-        return self._rules.apply_to(rows) or (self._grammars is not None and self._grammars.holds_any)
+        return self._rules.apply_to(rows) or (self._grammars is not None and self._grammars.holds(rows))
 
     def _sampled(self, logits: Tensor, inputs: StepInputs) -> StepTensors:
         """Chooses the step's tokens, which are the rows' next inputs; and gives their log-probs if asked."""
         rows, sampling = inputs.host_sampled_rows, inputs.sampling
         adjusted = self._rules.adjusted(logits, rows, inputs.sampled_positions)
         faults: dict[int, str] = {}
-        grammars = self._grammars if self._grammars is not None and self._grammars.holds_any else None
+        grammars = self._grammars if self._grammars is not None and self._grammars.holds(rows) else None
         if grammars is not None:
             adjusted = adjusted.clone() if adjusted is logits else adjusted
             faults = grammars.mask(adjusted, rows)

@@ -127,7 +127,7 @@ class Request:
             sampling=sampling,
             num_prompt=self.num_prompt,
             known=Ints(self.tokens.tobytes()) if sampling.needs_history else Ints(b""),
-            masked_ids=self.new.stop_token_ids if min_new else (),
+            masked_ids=self.new.stop_token_ids if min_new and not sampling.grammar else (),
             masked_until=self.num_prompt + min_new,
             end_ids=self.new.stop_token_ids if sampling.grammar else (),
         )
