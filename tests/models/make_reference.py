@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import transformers
+import transformers  # pyright: ignore[reportMissingImports] - it is asked for above, and no requirement
 from tokenizers import pre_tokenizers
 
 from megallm.models.catalog import KNOWN_MODELS, fetch
