@@ -71,7 +71,7 @@ def engine(
         expect_balanced(llm.engine.stats(), num_tokens // BLOCK_SIZE)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def roomy(demo_model: tuple[Any, Any]) -> Iterator[MegatronLLM]:  # Any: megatron's model is untyped
     """Gives an engine with room for everything, which has run once: the first step compiles kernels."""
     with engine(demo_model) as llm:

@@ -257,8 +257,8 @@ class BlockPool:
         """Makes filled blocks known, and nobody waits for them any more."""
         for filled in blocks:
             row, place = filled.row, filled.place
-            self._coming.pop(filled.key, None)
             if row not in self._unshared:
+                self._coming.pop(filled.key, None)
                 table = self._tables[row]
                 self._index.add(table[place], filled, table[place - 1] if place else None)
 
