@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import distributed
 
+from megallm.core_async.builder import build
 from megallm.core_async.facade import LLMBase
 from tests.fakes import FakeTokenizer
 from tests.small_llm import greedy, make_llm, settings, shared_model, sync_llm
@@ -11,7 +12,7 @@ from tests.small_llm import greedy, make_llm, settings, shared_model, sync_llm
 
 def base(*, use_coordinator: bool = True) -> LLMBase:
     """Gives the parts of a facade over the small model, not started."""
-    return LLMBase(
+    parts = build(
         model=shared_model(),
         tokenizer=FakeTokenizer(),
         inference_config=settings(num_blocks=50),
@@ -22,6 +23,7 @@ def base(*, use_coordinator: bool = True) -> LLMBase:
         attention_backend="auto",
         batch_invariant=False,
     )
+    return LLMBase(parts, use_coordinator=use_coordinator)
 
 
 def test_the_context_tells_limits_and_counts_by_megatrons_names() -> None:

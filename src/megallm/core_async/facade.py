@@ -3,12 +3,10 @@
 from collections.abc import Coroutine
 from typing import Any
 
-import torch
-from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
 from torch import distributed
 
-from megallm.core_async.builder import build
+from megallm.core_async.builder import Parts
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.engine import Engine
 from megallm.core_async.generation import Outcome, results_of
@@ -32,34 +30,8 @@ def scoring_params(top_n_logprobs: int) -> SamplingParams:
 class LLMBase:
     """The parts of one engine and the rules of its mode; starts nothing."""
 
-    def __init__(  # the public API
-        self,
-        *,
-        model: torch.nn.Module,
-        tokenizer: Any,  # megatron's interface or Hugging Face's
-        inference_config: InferenceConfig | None,
-        use_coordinator: bool,
-        coordinator_host: str | None,
-        coordinator_port: int | None,
-        inference_wrapper_cls: type | None,
-        attention_backend: str,
-        batch_invariant: bool,
-    ) -> None:
-        """Checks every argument.
-
-        Raises: ValueError and TypeError naming argument, value and remedy; UnsupportedModelError.
-        """
-        self._parts = build(
-            model=model,
-            tokenizer=tokenizer,
-            inference_config=inference_config,
-            use_coordinator=use_coordinator,
-            coordinator_host=coordinator_host,
-            coordinator_port=coordinator_port,
-            inference_wrapper_cls=inference_wrapper_cls,
-            attention_backend=attention_backend,
-            batch_invariant=batch_invariant,
-        )
+    def __init__(self, parts: Parts, *, use_coordinator: bool) -> None:
+        self._parts = parts
         self._use_coordinator = use_coordinator
 
     @property

@@ -11,6 +11,7 @@ import torch
 from anyio.abc import TaskGroup
 from megatron.core.inference.config import InferenceConfig
 
+from megallm.core_async.builder import build
 from megallm.core_async.config import check_epoch
 from megallm.core_async.errors import EngineStoppedError
 from megallm.core_async.facade import LLMBase, Params, scoring_params
@@ -56,7 +57,7 @@ class MegatronAsyncLLM(LLMBase):
 
         Raises: ValueError and TypeError naming argument, value and remedy; UnsupportedModelError.
         """
-        super().__init__(
+        parts = build(
             model=model,
             tokenizer=tokenizer,
             inference_config=inference_config,
@@ -67,6 +68,7 @@ class MegatronAsyncLLM(LLMBase):
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
         )
+        super().__init__(parts, use_coordinator=use_coordinator)
         self._backend: Backend = loop
         self._tasks: TaskGroup | None = None
         self._calls: CallQueue | None = None

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from megatron.core.inference.config import InferenceConfig
 
+from megallm.core_async.builder import build
 from megallm.core_async.config import check_epoch
 from megallm.core_async.facade import LLMBase, Params, scoring_params
 from megallm.core_async.generation import run_to_completion
@@ -47,7 +48,7 @@ class MegatronLLM(LLMBase):
 
         Raises: ValueError and TypeError naming argument, value and remedy; UnsupportedModelError.
         """
-        super().__init__(
+        parts = build(
             model=model,
             tokenizer=tokenizer,
             inference_config=inference_config,
@@ -58,6 +59,7 @@ class MegatronLLM(LLMBase):
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
         )
+        super().__init__(parts, use_coordinator=use_coordinator)
         self._host = EngineHost(self._parts.engine, loop)
         self._finalizer: weakref.finalize[..., object] = self._host.close_with(self)
 
