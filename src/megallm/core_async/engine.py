@@ -180,7 +180,7 @@ class Engine:
                 )
             )
             self.times.add_plan(time.perf_counter() - began)
-            self._stats = planned.stats
+            self._stats = self.times.stamped(planned.stats)
             if planned.plan is not None:
                 await self._link.launch(planned.plan)
             if planned.batch is not None:

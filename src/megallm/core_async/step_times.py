@@ -1,6 +1,8 @@
-"""Where the time of a step goes: sums that a benchmark reads and divides."""
+"""Where the time of a step goes: the last step's seconds, and sums that a benchmark reads and divides."""
 
-from megallm.core_async.messages import StepResult
+from msgspec import structs
+
+from megallm.core_async.messages import EngineStats, StepResult, StepSplit
 
 
 class StepTimes:
@@ -12,23 +14,48 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.num_captured = 0
+        """Steps that were replayed from a captured graph."""
         self.plan_s = 0.0
         self.prepare_s = 0.0
         self.forward_s = 0.0
         self.sample_s = 0.0
         self.post_s = 0.0
+        self._last_plan_s = 0.0
+        self._last_post_s = 0.0
+        self._last: StepResult | None = None
 
     def add_plan(self, seconds: float) -> None:
         """Adds one answer of the scheduler."""
+        self._last_plan_s = seconds
         self.plan_s += seconds
 
     def add_result(self, result: StepResult) -> None:
         """Adds what the rank's thread spent on one step."""
+        self._last = result
         self.num_steps += 1
+        self.num_captured += result.is_captured
         self.prepare_s += result.prepare_s
         self.forward_s += result.forward_s
         self.sample_s += result.sample_s
 
     def add_post(self, seconds: float) -> None:
         """Adds one batch of the detokeniser."""
+        self._last_post_s = seconds
         self.post_s += seconds
+
+    def stamped(self, stats: EngineStats) -> EngineStats:
+        """Gives the scheduler's figures with the times of now."""
+        last = self._last
+        return structs.replace(
+            stats,
+            captured_steps=self.num_captured,
+            last_step=StepSplit(
+                self._last_plan_s,
+                0.0 if last is None else last.prepare_s,
+                0.0 if last is None else last.forward_s,
+                0.0 if last is None else last.sample_s,
+                self._last_post_s,
+            ),
+            all_steps=StepSplit(self.plan_s, self.prepare_s, self.forward_s, self.sample_s, self.post_s),
+        )

@@ -47,6 +47,7 @@ from megallm.core_async.messages.output import (
     Planned,
     Progress,
     ScoredChunk,
+    StepSplit,
     TokenBatch,
 )
 from megallm.core_async.messages.request import (
@@ -105,6 +106,7 @@ __all__ = [
     "SetEpoch",
     "StepPlan",
     "StepResult",
+    "StepSplit",
     "Submit",
     "Suspend",
     "TextSpec",

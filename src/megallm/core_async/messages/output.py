@@ -48,8 +48,21 @@ class TokenBatch(Struct, frozen=True, gc=False):
     scored: list[ScoredChunk] = []
 
 
+class StepSplit(Struct, frozen=True, gc=False):
+    """Seconds that the parts of a step took; plan and post overlap the forward pass of another step."""
+
+    plan_s: float = 0.0
+    """The scheduler's answer."""
+    prepare_s: float = 0.0
+    """On the rank's thread, as are the next two."""
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    post_s: float = 0.0
+    """The detokeniser."""
+
+
 class EngineStats(Struct, frozen=True, gc=False):
-    """The engine after a step, as its scheduler saw it."""
+    """The engine after a step, as its scheduler saw it. Sums are since the start."""
 
     step: int = 0
     """Steps planned so far."""
@@ -59,10 +72,22 @@ class EngineStats(Struct, frozen=True, gc=False):
     cached_blocks: int = 0
     free_blocks: int = 0
     prefix_hit_rate: float = 0.0
+    """`prefix_hit_tokens` of `prefix_query_tokens`."""
     preemptions: int = 0
-    """Since the start."""
     prefill_tokens: int = 0
-    """Tokens computed other than one by one, since the start."""
+    """Tokens computed other than one by one."""
+    prefix_query_tokens: int = 0
+    """Tokens of the admitted requests whose prefix was looked up."""
+    prefix_hit_tokens: int = 0
+    """Those of them that were cached."""
+    generated_tokens: int = 0
+    """Tokens that came with the results so far."""
+    captured_steps: int = 0
+    """Steps that were replayed from a captured graph."""
+    last_step: StepSplit = StepSplit()
+    """Of each part the last: they belong to different steps, since steps overlap."""
+    all_steps: StepSplit = StepSplit()
+    """Sums."""
 
 
 class Planned(Struct, frozen=True, gc=False):

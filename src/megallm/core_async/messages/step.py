@@ -84,6 +84,8 @@ class StepResult(Struct, frozen=True, gc=False):
     """Host seconds spent building the step's tensors."""
     forward_s: float = 0.0
     sample_s: float = 0.0
+    is_captured: bool = False
+    """Whether the step was replayed from a captured graph."""
 
 
 class LaunchStep(Struct, frozen=True, gc=False):

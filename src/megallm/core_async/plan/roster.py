@@ -21,6 +21,7 @@ from megallm.core_async.messages import (
 from megallm.core_async.plan.flight import InFlight, Outcome
 from megallm.core_async.plan.policy import Choice, Limits, candidates, choose, look_ahead
 from megallm.core_async.plan.request import NO_ROW, Request
+from megallm.core_async.plan.tally import Tally
 from megallm.core_async.plan.waiting_line import WaitingLine
 from megallm.core_async.plan.writing import write_plan
 
@@ -61,15 +62,7 @@ class Roster:
         """How many of the waiting line the allocator is offered next."""
         self._offered: list[tuple[Request, Admission]] = []
         """Those it was offered last."""
-        self._num_blocks = num_blocks
-        self._num_free = num_blocks
-        self._num_steps = 0
-        self._num_admissions = 0
-        self._num_preemptions = 0
-        self._num_prefill_tokens = 0
-        self._num_cached_tokens = 0
-        self._num_sought_tokens = 0
-        self._num_cached_blocks = 0
+        self._tally = Tally(num_blocks)
         self._epoch: int | None = None
 
     # ---- requests in ---------------------------------------------------------------------------
@@ -119,6 +112,7 @@ class Roster:
         assert step.number == result.step, f"result of step {result.step} came, step {step.number} was next"
         tokens = unpack_ints(result.tokens)
         assert len(tokens) == len(step.sampled), f"{len(tokens)} tokens, {len(step.sampled)} sampling rows"
+        self._tally.num_generated += len(tokens)
         outcome.take(step, result)
         if step.has_stale:
             live = [place for place, request in enumerate(step.sampled) if request.finish_reason is None]
@@ -171,7 +165,7 @@ class Roster:
 
     def wish(self, choice: Choice) -> ReserveBlocks | None:
         """Gives what to ask the allocator for; None when the choice needs nothing."""
-        ahead = look_ahead(choice, len(self._running), self._num_free, self._limits)
+        ahead = look_ahead(choice, len(self._running), self._tally.num_free, self._limits)
         growing = [request for request in choice.decodes if request.num_computed >= request.capacity]
         if growing and ahead:
             growing = [
@@ -224,34 +218,25 @@ class Roster:
 
     def count(self, grant: BlockGrant) -> None:
         """Takes the allocator's counts."""
-        self._num_free, self._num_cached_blocks = grant.num_free, grant.num_cached_blocks
+        self._tally.num_free, self._tally.num_cached_blocks = grant.num_free, grant.num_cached_blocks
 
     def commit(self, choice: Choice, grant: BlockGrant | None) -> StepPlan | None:
         """Writes the plan of a settled choice, which is in flight then; None when it computes nothing."""
         if not (choice.decodes or choice.chunks):
             return None
-        self._num_steps += 1
-        step = InFlight(self._num_steps)
+        self._tally.num_steps += 1
+        step = InFlight(self._tally.num_steps)
         plan = write_plan(step, choice, grant)
         self._in_flight.append(step)
-        self._num_prefill_tokens += len(plan.tokens) // 4
+        self._tally.num_prefilled += len(plan.tokens) // 4
         if self._shares:
             self._note_filled([request for request, _ in choice.chunks])
         return plan
 
     def stats(self) -> EngineStats:
         """Gives the counts of now."""
-        return EngineStats(
-            step=self._num_steps,
-            running=len(self._running),
-            waiting=len(self._waiting) + len(self._held or ()),
-            used_blocks=self._num_blocks - self._num_free - self._num_cached_blocks,
-            cached_blocks=self._num_cached_blocks,
-            free_blocks=self._num_free,
-            prefix_hit_rate=self._num_cached_tokens / max(self._num_sought_tokens, 1),
-            preemptions=self._num_preemptions,
-            prefill_tokens=self._num_prefill_tokens,
-        )
+        num_waiting = len(self._waiting) + len(self._held or ())
+        return self._tally.stats(running=len(self._running), waiting=num_waiting)
 
     # ---- below ---------------------------------------------------------------------------------
 
@@ -321,11 +306,9 @@ class Roster:
             request, admission = offered[index]
             self._waiting.leave(request)
             self._free_rows.remove(admission.row)
-            self._num_admissions += 1
-            request.take_row(admission.row, self._num_admissions, self._epoch)
+            self._tally.admit(request, num_cached)
+            request.take_row(admission.row, self._tally.num_admissions, self._epoch)
             request.reuse(num_cached, self._limits.block_size)
-            self._num_cached_tokens += num_cached
-            self._num_sought_tokens += request.num_tokens
             self._requests_by_row[request.row] = request
             insort(self._running, request, key=_precedence)
             choice.chunks.append((request, num_chunk))
@@ -343,7 +326,7 @@ class Roster:
             self._take_row_from(request)
             request.num_preemptions += 1
             self._waiting.put_back(request)
-        self._num_preemptions += len(requests)
+        self._tally.num_preemptions += len(requests)
 
 
 def _precedence(request: Request) -> tuple[int, int]:
