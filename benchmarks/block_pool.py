@@ -30,7 +30,7 @@ from msgspec import Struct
 from benchmarks.measure import alternate
 from benchmarks.report import Report, Table, significant
 from benchmarks.steady_batch import SteadyBatch
-from megallm.core_async.messages import Admission, FilledBlock, Ints, ReserveBlocks, Row
+from megallm.core_async.messages import Admission, FilledBlocks, Ints, ReserveBlocks, Row
 from megallm.core_async.plan.block_pool import BlockPool
 from megallm.core_async.plan.prefix import ROOT, extend_keys
 
@@ -206,15 +206,10 @@ class Turns:
 
     def _filled(self, group: Sequence[Row], number: int) -> ReserveBlocks:
         """Says that each row's blocks are filled with a prompt of its own."""
-        filled: list[FilledBlock] = []
-        size = self._block_size
+        filled: list[FilledBlocks] = []
         for row in group:
             tokens = self._tokens(row, number)
-            parent = ROOT
-            for place, key in enumerate(self._keys(tokens)):
-                block = Ints(tokens[place * size : (place + 1) * size].tobytes())
-                filled.append(FilledBlock(row, place, key, parent, block))
-                parent = key
+            filled.append(FilledBlocks(row, 0, self._keys(tokens), ROOT, Ints(tokens.tobytes())))
         return _wish(filled=filled)
 
     def _ended(self, group: Sequence[Row]) -> ReserveBlocks:
@@ -251,7 +246,7 @@ def _admission(row: Row, num_tokens: int, tokens: Ints, keys: list[bytes]) -> Ad
 
 def _wish(
     *,
-    filled: Sequence[FilledBlock] = (),
+    filled: Sequence[FilledBlocks] = (),
     released: Sequence[Row] = (),
     admissions: Sequence[Admission] = (),
 ) -> ReserveBlocks:

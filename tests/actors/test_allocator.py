@@ -10,7 +10,7 @@ from megallm.core_async.messages import (
     Admission,
     BlockCounts,
     CountBlocks,
-    FilledBlock,
+    FilledBlocks,
     ForgetPrefixes,
     Ints,
     ReserveBlocks,
@@ -60,7 +60,7 @@ async def test_it_forgets_prefixes_when_told_so() -> None:
     """After a weight update nothing computed before may be found."""
     pool = BlockPool(8, 4)
     allocator = Allocator(pool)
-    filled = FilledBlock(Row(3), 0, b"key", bytes(32), pack_ints([1, 2, 3, 4]))
+    filled = FilledBlocks(Row(3), 0, [b"key"], bytes(32), pack_ints([1, 2, 3, 4]))
     async with anyio.create_task_group() as tasks:
         await tasks.start(allocator.run)
         await allocator.address.ask(admit(3, 5))

@@ -7,7 +7,7 @@ from hashlib import sha256
 from megallm.core_async.messages import (
     Admission,
     BlockGrant,
-    FilledBlock,
+    FilledBlocks,
     Ints,
     ReserveBlocks,
     Row,
@@ -57,7 +57,7 @@ class Batch:
         self._block_size = block_size
         self._key_of = key_of
         self._offered: dict[Row, Running] = {}
-        self._filled: list[FilledBlock] = []
+        self._filled: list[FilledBlocks] = []
 
     def admission(
         self,
@@ -147,11 +147,12 @@ class Batch:
             return
         self._extend_keys(running)
         size = self._block_size
-        for place in range(running.num_filled, running.num_computed // size):
-            tokens = pack_ints(running.tokens[place * size : (place + 1) * size])
-            parent = running.keys[place - 1] if place else running.root
-            self._filled.append(FilledBlock(row, place, running.keys[place], parent, tokens))
-            running.num_filled = place + 1
+        start, end = running.num_filled, running.num_computed // size
+        if start < end:
+            tokens = pack_ints(running.tokens[start * size : end * size])
+            parent = running.keys[start - 1] if start else running.root
+            self._filled.append(FilledBlocks(row, start, running.keys[start:end], parent, tokens))
+            running.num_filled = end
 
     def _extend_keys(self, running: Running) -> None:
         size = self._block_size

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megallm.core_async.messages import BlockId, FilledBlock, Row, pack_ints
+from megallm.core_async.messages import BlockId, FilledBlocks, Row, pack_ints
 from megallm.core_async.plan.prefix import ROOT, PrefixIndex, extend_keys, public_hash, root_of
 
 BLOCK_SIZE = 2
@@ -31,18 +31,18 @@ def index_of(*prompts: Tokens, root: bytes = ROOT) -> PrefixIndex:
     for prompt in prompts:
         before = None
         for place, key in enumerate(keys_of(prompt, root)):
-            index.add(BlockId(number), filled(place, prompt, key, root), before)
+            index.add([BlockId(number)], filled(place, prompt, key, root), before)
             before = BlockId(number)
             number += 1
     index.check()
     return index
 
 
-def filled(place: int, prompt: Tokens, key: bytes, root: bytes = ROOT) -> FilledBlock:
+def filled(place: int, prompt: Tokens, key: bytes, root: bytes = ROOT) -> FilledBlocks:
     """Gives what the index is told of a block of a prompt."""
     keys = keys_of(prompt, root)
     tokens = pack_ints(prompt[place * BLOCK_SIZE : (place + 1) * BLOCK_SIZE])
-    return FilledBlock(Row(0), place, key, keys[place - 1] if place else root, tokens)
+    return FilledBlocks(Row(0), place, [key], keys[place - 1] if place else root, tokens)
 
 
 def found(index: PrefixIndex, prompt: Tokens, *, most: int = 99, root: bytes = ROOT) -> list[int]:
@@ -141,7 +141,7 @@ def test_a_forgotten_block_ends_what_is_found() -> None:
     assert BlockId(1) not in index
     assert found(index, (1, 1, 2, 2)) == [0]
     prompt = (1, 1, 2, 2)
-    index.add(BlockId(7), filled(1, prompt, keys_of(prompt)[1]), BlockId(0))
+    index.add([BlockId(7)], filled(1, prompt, keys_of(prompt)[1]), BlockId(0))
     assert found(index, prompt) == [0, 7]
 
 
@@ -169,7 +169,7 @@ def test_a_cleared_index_finds_nothing_and_takes_no_child_of_what_it_knew() -> N
     index.check()
     assert len(index) == 0
     assert found(index, (1, 1)) == []
-    index.add(BlockId(5), filled(1, prompt, keys_of(prompt)[1]), BlockId(0))
+    index.add([BlockId(5)], filled(1, prompt, keys_of(prompt)[1]), BlockId(0))
     assert BlockId(5) not in index
 
 
@@ -178,8 +178,8 @@ def test_a_key_that_two_prefixes_have_stays_with_the_first(first: Tokens) -> Non
     """Tokens are compared, so that a collision costs a hit and never an answer."""
     key = keys_of((1, 1))[0]
     index = PrefixIndex(NUM_BLOCKS, BLOCK_SIZE)
-    index.add(BlockId(0), filled(0, first, key), None)
-    index.add(BlockId(1), filled(0, (1, 1), key), None)
+    index.add([BlockId(0)], filled(0, first, key), None)
+    index.add([BlockId(1)], filled(0, (1, 1), key), None)
     assert BlockId(0) in index
     assert BlockId(1) not in index
     assert found(index, (1, 1)) == []
@@ -190,9 +190,9 @@ def test_nothing_is_known_behind_a_block_that_is_not() -> None:
     prompt = (1, 1, 2, 2)
     first, second = keys_of(prompt)
     index = PrefixIndex(NUM_BLOCKS, BLOCK_SIZE)
-    index.add(BlockId(0), filled(0, (9, 9), first), None)
-    index.add(BlockId(1), filled(0, prompt, first), None)
-    index.add(BlockId(2), filled(1, prompt, second), BlockId(1))
+    index.add([BlockId(0)], filled(0, (9, 9), first), None)
+    index.add([BlockId(1)], filled(0, prompt, first), None)
+    index.add([BlockId(2)], filled(1, prompt, second), BlockId(1))
     assert BlockId(2) not in index
 
 
@@ -201,8 +201,8 @@ def test_equal_tokens_under_another_parent_are_not_found() -> None:
     prompt, other = (1, 1, 2, 2), (9, 9, 2, 2)
     index = index_of((1, 1), (9, 9))
     index.add(
-        BlockId(2),
-        FilledBlock(Row(0), 1, keys_of(prompt)[1], keys_of(other)[0], pack_ints((2, 2))),
+        [BlockId(2)],
+        FilledBlocks(Row(0), 1, [keys_of(prompt)[1]], keys_of(other)[0], pack_ints((2, 2))),
         BlockId(1),
     )
     assert found(index, prompt) == [0]
@@ -210,10 +210,90 @@ def test_equal_tokens_under_another_parent_are_not_found() -> None:
 
 def test_names_that_do_not_agree_fail_the_check() -> None:
     """The pool's own check leans on it."""
-    for key, message in [(b"key", "are found by keys they do not have"), (keys_of((1, 1))[0], "are known")]:
-        index = index_of((1, 1), (2, 2))
+    index = index_of((1, 1), (2, 2))
+    index._place_of[0] = 1  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(AssertionError, match="are not where they say"):
         index.check()
-        del index._blocks[keys_of((2, 2))[0]]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        index._blocks[key] = BlockId(0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        with pytest.raises(AssertionError, match=message):
-            index.check()
+    index = index_of((1, 1), (2, 2))
+    index._run_of[5] = index._run_of[0]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(AssertionError, match="are known"):
+        index.check()
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def tell(index: PrefixIndex, blocks: list[int], prompt: Tokens, start: int, before: int | None) -> None:
+    """Makes the blocks of a prompt from `start` on known, all at once."""
+    keys = keys_of(prompt)
+    end = start + len(blocks)
+    filled = FilledBlocks(
+        Row(0),
+        start,
+        keys[start:end],
+        keys[start - 1] if start else ROOT,
+        pack_ints(prompt[start * BLOCK_SIZE : end * BLOCK_SIZE]),
+    )
+    index.add([*map(BlockId, blocks)], filled, None if before is None else BlockId(before))
+    index.check()
+
+
+def test_prompts_that_part_half_way_are_both_found() -> None:
+    """The second's own blocks begin behind the last that they have in common."""
+    index = PrefixIndex(NUM_BLOCKS, BLOCK_SIZE)
+    first, second = (1, 1, 2, 2, 3, 3), (1, 1, 2, 2, 7, 7)
+    tell(index, [0, 1, 2], first, 0, None)
+    tell(index, [5], second, 2, before=1)
+    assert found(index, first) == [0, 1, 2]
+    assert found(index, second) == [0, 1, 5]
+    index.forget([BlockId(2)])
+    tell(index, [4], (1, 1, 2, 2, 9, 9), 2, before=1)
+    assert found(index, second) == [0, 1, 5]
+    assert found(index, (1, 1, 2, 2, 9, 9)) == [0, 1, 4]
+    index.forget(map(BlockId, [4, 5, 1]))
+    index.check()
+    assert found(index, first) == [0]
+
+
+def test_a_prompt_computed_twice_goes_on_behind_its_copies() -> None:
+    """All of it stands by, and what comes after is found behind the first."""
+    index = PrefixIndex(NUM_BLOCKS, BLOCK_SIZE)
+    prompt, longer = (1, 1, 2, 2), (1, 1, 2, 2, 3, 3)
+    tell(index, [0, 1], prompt, 0, None)
+    tell(index, [2, 3, 4], longer, 0, None)
+    tell(index, [5], (*longer, 8, 8), 3, before=4)
+    assert found(index, (*longer, 8, 8)) == [0, 1, 4, 5]
+    index.forget([BlockId(1), BlockId(0)])
+    index.check()
+    assert found(index, (*longer, 8, 8)) == [2, 3, 4, 5]
+
+
+def test_a_copy_of_a_run_that_begins_half_way_stands_by() -> None:
+    """The same continuation may be computed behind a block by two requests, or behind its copy."""
+    index = PrefixIndex(NUM_BLOCKS, BLOCK_SIZE)
+    tell(index, [0, 1], (1, 1, 2, 2), 0, None)
+    tell(index, [2], (1, 1, 7, 7), 1, before=0)
+    tell(index, [3], (1, 1), 0, None)
+    tell(index, [4], (1, 1, 7, 7), 1, before=3)
+    assert found(index, (1, 1, 7, 7)) == [0, 2]
+    assert index.first_of(BlockId(4)) == 2
+    index.forget([BlockId(2), BlockId(0)])
+    index.check()
+    assert found(index, (1, 1, 7, 7)) == [3, 4]
+    assert found(index, (1, 1, 2, 2)) == [3, 1]
+
+
+def test_a_block_does_not_go_before_what_follows_it() -> None:
+    """What is left would be found by nobody, and hold its room all the same."""
+    index = index_of((1, 1, 2, 2))
+    with pytest.raises(AssertionError, match="block 0 goes before what follows it"):
+        index.forget([BlockId(0)])
+
+
+@given(shared=st.integers(0, 6), length=st.integers(0, 6), most=st.integers(0, 7))
+def test_a_run_is_found_as_far_as_the_tokens_are_equal(shared: int, length: int, most: int) -> None:
+    """Compared all at once, and halved where they differ."""
+    prompt = tuple(range(12))
+    index = index_of(prompt)
+    asked = (*prompt[: 2 * shared], *[99] * 2 * length)
+    assert found(index, asked, most=most) == list(range(min(shared, most)))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megallm.core_async.messages import (
-    FilledBlock,
+    FilledBlocks,
     Finished,
     NewRequest,
     RequestId,
@@ -73,7 +73,7 @@ def test_leaving_its_row_it_starts_from_the_first_token() -> None:
     request.num_computed, request.capacity, request.is_decoding = 3, 4, True
     request.tokens.append(4)
     request.num_tokens += 1
-    assert len(request.newly_filled(3)) == 1
+    assert request.newly_filled(3) is not None
     request.leave_row()
     assert request.row == NO_ROW
     assert (request.num_missing, request.num_unknown) == (4, 0)
@@ -142,21 +142,23 @@ def test_each_block_is_given_once_it_is_computed_and_known(
     request.take_row(Row(3), 1, None)
     request.reuse(min(num_cached, 8 // block_size) * block_size, block_size)
     first = request.num_filled
-    given_blocks: list[FilledBlock] = []
+    given: list[FilledBlocks] = []
     for num_computed, num_known in steps:
         request.num_computed += num_computed
         request.tokens.extend(range(50, 50 + num_known))
-        given_blocks += request.newly_filled(block_size)
+        filled = request.newly_filled(block_size)
+        given += [] if filled is None else [filled]
         complete = min(request.num_computed, len(request.tokens)) // block_size
-        assert [block.place for block in given_blocks] == list(range(first, complete))
+        places = [each.start + place for each in given for place in range(len(each.keys))]
+        assert places == list(range(first, complete))
     keys: list[bytes] = []
     extend_keys(keys, request.tokens, block_size, ROOT)
-    for block in given_blocks:
-        place = block.place
-        assert block.row == Row(3)
-        assert block.key == keys[place]
-        assert block.parent == (keys[place - 1] if place else ROOT)
-        assert unpack_ints(block.tokens) == request.tokens[place * block_size : (place + 1) * block_size]
+    for each in given:
+        start, end = each.start, each.start + len(each.keys)
+        assert each.row == Row(3)
+        assert each.keys == keys[start:end]
+        assert each.parent == (keys[start - 1] if start else ROOT)
+        assert unpack_ints(each.tokens) == request.tokens[start * block_size : end * block_size]
 
 
 def test_a_request_that_shares_nothing_gives_no_blocks_and_no_keys() -> None:
@@ -164,7 +166,7 @@ def test_a_request_that_shares_nothing_gives_no_blocks_and_no_keys() -> None:
     request = Request(new_request(list(range(8))))
     request.take_row(Row(0), 1, None)
     request.num_computed = 8
-    assert request.newly_filled(2) == []
+    assert request.newly_filled(2) is None
     admission = request.admission(Row(0), 2, may_split=False, max_passes=9)
     assert (admission.keys, admission.tokens) == ([], b"")
 

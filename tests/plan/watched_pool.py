@@ -7,7 +7,7 @@ computed into it, never by a key.
 from collections import Counter
 from collections.abc import Iterator
 
-from megallm.core_async.messages import Admission, BlockGrant, BlockId, FilledBlock, ReserveBlocks, Row
+from megallm.core_async.messages import Admission, BlockGrant, BlockId, FilledBlocks, ReserveBlocks, Row
 from megallm.core_async.plan.block_pool import BlockPool
 
 type Prefix = tuple[bytes, bytes]
@@ -119,19 +119,22 @@ class Watch:
 
     # ---- what is told --------------------------------------------------------------------------
 
-    def fill(self, filled: list[FilledBlock]) -> None:
+    def fill(self, filled: list[FilledBlocks]) -> None:
         """Follows the blocks that are filled; a row fills its own, one after the other."""
         for each in filled:
             row = each.row
             if self._roots[row] == MIXED:
                 continue
+            width = 4 * self._block_size
+            assert len(self._computed[row]) == each.start * width
+            assert len(each.tokens) == len(each.keys) * width
             self._computed[row] += each.tokens
-            assert len(self._computed[row]) == (each.place + 1) * 4 * self._block_size
-            prefix = (self._roots[row], self._computed[row])
-            self._coming.pop(prefix, None)
-            block = self.tables[row][each.place]
-            self._prefixes[block] = prefix
-            self._found.setdefault(prefix, block)
+            for place in range(each.start, each.start + len(each.keys)):
+                prefix = (self._roots[row], self._computed[row][: (place + 1) * width])
+                self._coming.pop(prefix, None)
+                block = self.tables[row][place]
+                self._prefixes[block] = prefix
+                self._found.setdefault(prefix, block)
 
     def release(self, row: Row) -> None:
         """Follows the end of a row, last block first."""

@@ -6,7 +6,6 @@ which fills the readers' outboxes. Two plans are in flight, so that planning and
 the forward pass.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -47,6 +46,7 @@ from megallm.core_async.plan.roster import Roster
 from megallm.core_async.protocols import Link, Runner, Tokenizer
 from megallm.core_async.step_times import StepTimes
 from megallm.core_async.transport.link import LocalLink
+from megallm.core_async.transport.routes import OWN, Routes, request_ids
 
 DEPTH = 2
 """Plans in flight: one runs while the next is planned and the last one's text is made."""
@@ -73,7 +73,10 @@ class Engine:
         self.times = StepTimes()
         self._runner = runner
         self._tokenizer = tokenizer
-        self._request_ids = itertools.count(1)
+        self.routes = Routes()
+        """Where the output of other processes' requests goes."""
+        self.next_request_id = request_ids(OWN)
+        """Gives an id no other request of this engine has; callable from any thread."""
         self._stats = EngineStats(free_blocks=config.num_blocks)
         self._failure: Exception | None = None
         self._is_built = False
@@ -84,10 +87,6 @@ class Engine:
     def stats(self) -> EngineStats:
         """Gives the engine's figures after its last step; callable from any thread."""
         return self._stats
-
-    def next_request_id(self) -> RequestId:
-        """Gives an id no other request of this engine has; callable from any thread."""
-        return RequestId(next(self._request_ids))
 
     # ---- running -------------------------------------------------------------------------------
 
@@ -141,9 +140,10 @@ class Engine:
         )
         roster = Roster(limits, num_blocks=config.num_blocks, max_waiting=config.max_waiting)
         self._scheduler = Scheduler(roster, self._allocator.address, self._gate)
-        self._detokenizer = Detokenizer(self._tokenizer.detokenize, self._outboxes, self.times)
+        self._detokenizer = Detokenizer(self._tokenizer.detokenize, self._outboxes, self.times, self.routes)
+        addresses = self._scheduler.address, self._detokenizer.address
         self._lifecycle = LifecycleActor(
-            self._gate, self._scheduler.address, self._detokenizer.address, self._link, config.kv_mode
+            self._gate, *addresses, self._link, config.kv_mode, on_phase=self.routes.note
         )
 
     async def _start(self, supervisor: Supervisor) -> None:
@@ -163,6 +163,7 @@ class Engine:
         while True:
             await self._gate.wait()
             order = await self._run_steps()
+            self.routes.note()
             if order != reported:
                 self._lifecycle.address.tell(PumpRested(order))
                 reported = order
@@ -202,18 +203,24 @@ class Engine:
         Raises: EngineBusy, EngineStoppedError, EngineDeadError.
         """
         self.check_alive()
-        _check_room(self._scheduler.address)
         outbox = self._outboxes.open([request.request_id for request in requests])
         try:
-            await self._scheduler.address.ask(Submit(list(requests)))
-        except ActorGone as gone:
-            outbox.close()
-            error = self.error()
-            raise error from error.__cause__ or gone
+            await self.queue(list(requests))
         except BaseException:
             outbox.close()
             raise
         return outbox
+
+    async def queue(self, requests: list[NewRequest]) -> None:
+        """Queues requests, all of them or none, whose output goes the route of their owner.
+
+        Raises: as `submit`. A cancel leaves them queued; `close_requests` takes them out.
+        """
+        await self._alive(self._scheduler.address, Submit(requests))
+
+    def close_requests(self, requests: Sequence[RequestId]) -> None:
+        """Aborts those of the requests that have not ended."""
+        self._outboxes.report_closed(requests)
 
     def post(self, callback: Callable[[], object]) -> None:
         """Runs a callback in the engine's loop soon, from any thread; does nothing once the loop is gone."""
@@ -242,25 +249,25 @@ class Engine:
         """
         if mode not in {str(each) for each in PauseMode}:
             raise ValueError(f'mode is {mode!r}; it must be "keep", "wait" or "abort"')
-        await self._ask_lifecycle(Pause(mode))
+        await self._alive(self._lifecycle.address, Pause(mode))
 
     async def unpause(self) -> None:
         """Goes on. Raises: LifecycleError when suspended; EngineStoppedError, EngineDeadError."""
-        await self._ask_lifecycle(Unpause())
+        await self._alive(self._lifecycle.address, Unpause())
 
     async def suspend(self) -> None:
         """Pauses, and gives the cache's memory back as the KV mode says.
 
         Raises: EngineStoppedError, EngineDeadError.
         """
-        await self._ask_lifecycle(Suspend())
+        await self._alive(self._lifecycle.address, Suspend())
 
     async def resume(self) -> None:
         """Takes the cache's memory again; the engine is paused then.
 
         Raises: EngineStoppedError, EngineDeadError.
         """
-        await self._ask_lifecycle(Resume())
+        await self._alive(self._lifecycle.address, Resume())
 
     def go_on(self) -> None:
         """Asks for what makes the engine run, from whatever phase, and waits for nothing."""
@@ -276,9 +283,6 @@ class Engine:
         Raises: ValueError for a negative number; EngineStoppedError, EngineDeadError.
         """
         await self._alive(self._scheduler.address, SetEpoch(check_epoch(epoch)))
-
-    async def _ask_lifecycle(self, message: Pause | Unpause | Suspend | Resume) -> None:
-        await self._alive(self._lifecycle.address, message)
 
     async def _alive[M](self, address: MailboxAddress[M], message: Ask[None]) -> None:
         """Asks an actor for the user; that it has gone is the engine's end."""

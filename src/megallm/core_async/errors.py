@@ -55,8 +55,11 @@ class EngineDeadError(MegaLLMError, RuntimeError):
     http_status = 503
 
 
-class NonFiniteLogitsError(MegaLLMError, ArithmeticError):
-    """The model computed NaN or infinity where a token had to be chosen. The model's fault."""
+class RequestFailedError(MegaLLMError, RuntimeError):
+    """One request can't go on: its logits, its text or its grammar failed. Not the caller's fault.
+
+    As the payload of a failed result's ERROR_NONTRANSIENT event it is data; its neighbours run on.
+    """
 
     http_status = 500
 

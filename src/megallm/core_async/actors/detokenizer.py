@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from megallm.core_async.errors import RequestFailedError
 from megallm.core_async.kit.actor import Actor
 from megallm.core_async.kit.outbox import Outbox, Outboxes
 from megallm.core_async.messages import (
@@ -19,6 +20,7 @@ from megallm.core_async.messages import (
 )
 from megallm.core_async.plan.output import Output, Place, places_of
 from megallm.core_async.step_times import StepTimes
+from megallm.core_async.transport.routes import Routes
 
 type Parcel = Delta | Completion | Progress
 """What an outbox carries."""
@@ -36,9 +38,15 @@ class Detokenizer(Actor[TokenBatch]):
     """One batch a step; it falls behind only while the loop itself does."""
 
     def __init__(
-        self, detokenize: Callable[[Sequence[int]], str], outboxes: Outboxes[Parcel], times: StepTimes
+        self,
+        detokenize: Callable[[Sequence[int]], str],
+        outboxes: Outboxes[Parcel],
+        times: StepTimes,
+        routes: Routes | None = None,
     ) -> None:
+        """`routes`: to whom rows of other owners are passed on; None where there can be none."""
         super().__init__()
+        self._routes = routes
         self._detokenize = detokenize
         self._outboxes = outboxes
         self._times = times
@@ -47,6 +55,8 @@ class Detokenizer(Actor[TokenBatch]):
     async def handle(self, message: TokenBatch) -> None:
         """Extends the outputs by one step's tokens and closes those that ended."""
         began = time.perf_counter()
+        if self._routes is not None:
+            message = self._routes.split(message)
         for spec in message.started:
             self._outputs[spec.request_id] = Output(spec, self._detokenize)
         for chunk in message.scored:
@@ -72,7 +82,11 @@ class Detokenizer(Actor[TokenBatch]):
             if output.first_s is None:
                 output.first_s = time_s
             if output.is_watched:
-                self._watch(output, endings.get(request_id), progress)
+                outbox = self._outboxes.find(request_id)
+                try:
+                    self._watch(output, endings.get(request_id), progress)
+                except RequestFailedError as error:
+                    self._fail(output, outbox, error)
         for outbox, num_tokens in progress.items():
             outbox.put(Progress(num_tokens))
 
@@ -100,11 +114,11 @@ class Detokenizer(Actor[TokenBatch]):
             return
         text = output.extend(ending)
         if output.stream.stop is not None:
+            self._close(output, outbox, text, output.stopped(output.stream.stop))
             self._outboxes.end_early(request_id)
-            self._close(output, outbox, text, Finished(request_id, "stop", output.stream.stop))
         elif output.spec.is_streamed and ending is not None:
-            self._outboxes.end(request_id)
             self._close(output, outbox, text, ending)
+            self._outboxes.end(request_id)
         elif output.spec.is_streamed and (delta := output.delta(text)) is not None:
             outbox.put(delta)
 
@@ -112,12 +126,22 @@ class Detokenizer(Actor[TokenBatch]):
         """Closes a request that ended, unless its last token has closed it."""
         output = self._outputs.get(ending.request_id)
         outbox = self._outboxes.find(ending.request_id)
-        self._outboxes.end(ending.request_id)
         if output is not None and outbox is not None:
-            self._close(output, outbox, "", ending)
-        else:
-            self._outputs.pop(ending.request_id, None)
+            try:
+                self._close(output, outbox, "", ending)
+            except RequestFailedError as error:
+                self._fail(output, outbox, error)
+        self._outputs.pop(ending.request_id, None)
+        self._outboxes.end(ending.request_id)
 
     def _close(self, output: Output, outbox: Outbox[Parcel], text: str, ending: Finished) -> None:
-        del self._outputs[output.spec.request_id]
+        """Gives the reader the last of an output. Its key is ended after that, lest a failure here passes by."""
         outbox.put(output.last_delta(text, ending) if output.spec.is_streamed else output.completion(ending))
+        del self._outputs[output.spec.request_id]
+
+    def _fail(self, output: Output, outbox: Outbox[Parcel] | None, error: RequestFailedError) -> None:
+        """Ends a request whose text can't be made; the scheduler drops it at the next step."""
+        if outbox is not None:
+            outbox.put(output.failure(str(error)))
+        del self._outputs[output.spec.request_id]
+        self._outboxes.end_early(output.spec.request_id)

@@ -1,6 +1,7 @@
 """The lifecycle: owner of the phase. Makes the engine come to rest, give its memory back, and go on."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import ClassVar, Literal, assert_never
 
 from megallm.core_async.kit.actor import Actor, Address
@@ -41,8 +42,12 @@ class LifecycleActor(Actor[LifecycleMessage]):
         detokenizer: Address[TokenBatch],
         link: Link,
         kv_mode: KvMode,
+        *,
+        on_phase: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_phase` is called in each phase that is entered; it never raises."""
         super().__init__()
+        self._on_phase = on_phase
         self._gate = gate
         self._scheduler = scheduler
         self._detokenizer = detokenizer
@@ -89,6 +94,7 @@ class LifecycleActor(Actor[LifecycleMessage]):
             step = queue.popleft()
             match step:
                 case Enter(phase, mode):
+                    self._on_phase()
                     event = await self._enter(phase, mode)
                     if event is not None:
                         queue.extend(self._table.report(event))

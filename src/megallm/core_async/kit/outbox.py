@@ -111,6 +111,11 @@ class Outboxes[T]:
             self._closed.append(key)
             self._on_closed()
 
+    def report_closed(self, keys: Sequence[int]) -> None:
+        """Reports keys that are read elsewhere as closed."""
+        self._closed.extend(keys)
+        self._on_closed()
+
     def take_closed(self) -> list[int]:
         """Gives the keys closed since the last call, each once."""
         closed, self._closed = self._closed, []

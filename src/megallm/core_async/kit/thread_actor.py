@@ -7,6 +7,7 @@ fail with `ActorGone` when it stops. Knows no LLM.
 
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -21,6 +22,9 @@ from megallm.core_async.kit.wakeup import Wakeup, open_wakeup
 from megallm.core_async.messages.ask import Ask
 
 log = logging.getLogger(__name__)
+
+EXIT_S = 60.0
+"""How long the end of the program waits for a thread that was left behind."""
 
 type Letter[M] = tuple[M, int] | None
 """A message and the ticket of its answer, 0 for none; None only makes the thread look up."""
@@ -119,10 +123,13 @@ class ThreadActor[M]:
                 target=self._main, args=(wakeup,), name=f"megallm-{self.name}", daemon=True
             )
             thread.start()
+            at_exit = weakref.finalize(self, _outlast, thread)
             try:
                 await self._serve(wakeup, task_status)
             finally:
                 await self._end(wakeup, thread)
+                if self._has_exited:
+                    at_exit.detach()
         finally:
             self.address.close(self._make_gone)
             self.address.fail_unanswered(self._make_gone)
@@ -199,3 +206,12 @@ class ThreadActor[M]:
             error = wrapped
         self._failure = error
         wakeup.wake()
+
+
+def _outlast(thread: threading.Thread) -> None:
+    """Waits at exit for a thread that is still busy.
+
+    An interpreter that is gone ends its threads where they ask for the GIL, and unwinding C++ code, as
+    torch's, aborts the process (python/cpython gh-87135, mended in 3.14).
+    """
+    thread.join(EXIT_S)

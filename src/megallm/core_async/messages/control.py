@@ -91,15 +91,17 @@ class PumpRested(Struct, frozen=True, gc=False):
 # ---- to the allocator --------------------------------------------------------------------------
 
 
-class FilledBlock(Struct, frozen=True, gc=False):
-    """A block of a row holds all its tokens once the plans in flight have run: others may share it."""
+class FilledBlocks(Struct, frozen=True, gc=False):
+    """Blocks of a row hold all their tokens once the plans in flight have run: others may share them."""
 
     row: Row
-    place: int
-    """Index in the row's block table."""
-    key: bytes
+    start: int
+    """Index of the first in the row's block table; the others follow it there."""
+    keys: list[bytes]
     parent: bytes
+    """The key of the block before the first, or the root."""
     tokens: Ints
+    """Of all the blocks."""
 
 
 class Admission(Struct, frozen=True, gc=False):
@@ -160,7 +162,7 @@ class ReserveBlocks(Ask[BlockGrant], frozen=True, gc=False):
     running row had to yield or was held: it comes first.
     """
 
-    filled: list[FilledBlock]
+    filled: list[FilledBlocks]
     released: list[Row]
     rows: list[Row]
     num_tokens: list[int]

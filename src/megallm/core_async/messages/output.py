@@ -108,6 +108,14 @@ class Delta(Struct, frozen=True, gc=False):
     finish_reason: str | None = None
     """None until the last delta."""
     stop_reason: int | str | None = None
+    request_id: RequestId = RequestId(0)
+    top: list[list[tuple[int, float]]] | None = None
+    """As `top_n_logprobs`, by token id: (token id, log-prob), the likeliest first."""
+    prompt_log_probs: list[float] | None = None
+    """In the first delta, where the prompt is scored: one for each prompt token after the first."""
+    prompt_top: list[list[tuple[int, float]]] | None = None
+    ending: Finished | None = None
+    """In the last delta: all that the engine recorded of the request."""
 
 
 class Progress(Struct, frozen=True, gc=False):

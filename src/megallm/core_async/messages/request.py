@@ -57,6 +57,12 @@ class TextSpec(Struct, frozen=True, gc=False):
     wants_log_probs: bool = False
     num_top: int = 0
     """How many of the likeliest tokens to report at each place."""
+    num_cached_tokens: int = 0
+    """Filled in by the scheduler, as are the next, when the request has its first result; see Finished.
+    A request that a stop word ends has no `Finished` of the scheduler's."""
+    events: tuple[tuple[str, float], ...] = ()
+    policy_epoch: tuple[tuple[int, int], ...] | None = None
+    kv_cache_epoch: tuple[tuple[int, int], ...] | None = None
 
 
 class NewRequest(Struct, frozen=True, gc=False):

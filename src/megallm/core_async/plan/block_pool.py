@@ -5,12 +5,13 @@ one row or several. Taking, giving back and touching cost O(1) a block. A shared
 written: at least the last token of a request is computed anew, into a block of its own.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
-from megallm.core_async.messages import Admission, BlockGrant, BlockId, FilledBlock, ReserveBlocks, Row
+from megallm.core_async.messages import Admission, BlockGrant, BlockId, FilledBlocks, ReserveBlocks, Row
 from megallm.core_async.plan.draft import Draft
 from megallm.core_async.plan.prefix import PrefixIndex
+from megallm.core_async.plan.recently_used import RecentlyUsed
 
 
 class BlockPool:
@@ -32,9 +33,10 @@ class BlockPool:
         self._max_held = max_held
         self._free = [BlockId(block) for block in reversed(range(num_blocks))]
         """The next to be taken is the last."""
-        self._cached: OrderedDict[BlockId, None] = OrderedDict()
+        self._cached = RecentlyUsed(num_blocks)
         """The next to be evicted is the first."""
-        self._num_holders = [0] * num_blocks
+        self._num_more: dict[BlockId, int] = {}
+        """Rows that hold a block beside the first, where there are any."""
         self._tables: dict[Row, list[BlockId]] = {}
         """Rows that hold a block or more."""
         self._index = PrefixIndex(num_blocks, block_size)
@@ -93,8 +95,7 @@ class BlockPool:
     def forget_prefixes(self) -> None:
         """Makes every block unknown, and what rows hold now stays so."""
         self._index.clear()
-        self._free += self._cached
-        self._cached.clear()
+        self._free += self._cached.take_oldest(len(self._cached))
         self._coming.clear()
         self._coming_of.clear()
         self._unshared.update(self._tables)
@@ -106,8 +107,8 @@ class BlockPool:
         odd = {block: places[block] for block in map(BlockId, range(self._num_blocks)) if places[block] != 1}
         assert not odd, f"blocks, and the number of places that hold them: {odd}"
         assert places.total() == self._num_blocks, f"{places.total()} places for {self._num_blocks} blocks"
-        wrong = {b: (n, held[BlockId(b)]) for b, n in enumerate(self._num_holders) if n != held[BlockId(b)]}
-        assert not wrong, f"blocks, counted holders and true ones: {wrong}"
+        shared = {block: count - 1 for block, count in held.items() if count > 1}
+        assert shared == self._num_more, f"rows beside the first: {shared}, counted {self._num_more}"
         unknown = [block for block in self._cached if block not in self._index]
         assert not unknown, f"blocks {unknown} are cached and no prefix finds them"
         known_free = [block for block in self._free if block in self._index]
@@ -155,7 +156,7 @@ class BlockPool:
             if self._is_coming(admission, len(found)):
                 continue
             fits_budget = num_missing <= budget or admission.may_split
-            num_idle = sum(self._num_holders[block] == 0 for block in found)
+            num_idle = len(self._cached.present(found)) if found else 0
             num_wanted = self._blocks_for(admission.num_tokens) - len(found) + num_idle
             if not fits_budget or num_wanted + num_running > self._num_available:
                 if not admission.may_be_passed:
@@ -173,11 +174,11 @@ class BlockPool:
         """Gives a row its shared blocks and new ones after them."""
         row = admission.row
         assert row not in self._tables, f"row {row} is to be admitted and holds {self._tables[row]}"
-        for block in found:
-            if self._num_holders[block] == 0:
-                del self._cached[block]
-            self._num_holders[block] += 1
         if found:
+            idle = self._cached.present(found)
+            self._cached.remove(idle)
+            if len(idle) < len(found):
+                self._hold_too(set(found).difference(idle))
             self._tables[row] = found.copy()
             draft.change(row, 0, found)
         num_new = self._blocks_for(num_tokens) - len(found)
@@ -225,42 +226,76 @@ class BlockPool:
 
     def _take(self, count: int) -> list[BlockId]:
         """Takes blocks from the free ones, then from the cached, the least recently used first."""
-        num_free = min(count, len(self._free))
-        taken = self._free[: -num_free - 1 : -1]
-        del self._free[len(self._free) - num_free :]
+        free = self._free
+        num_free = min(count, len(free))
+        taken = free[: -num_free - 1 : -1]
+        del free[len(free) - num_free :]
         if num_free < count:
-            evicted = [self._cached.popitem(last=False)[0] for _ in range(count - num_free)]
+            evicted = self._cached.take_oldest(count - num_free)
             self._index.forget(evicted)
             taken += evicted
-        for block in taken:
-            self._num_holders[block] = 1
         return taken
+
+    def _hold_too(self, blocks: Iterable[BlockId]) -> None:
+        """Counts one more holder of blocks that are held."""
+        for block in blocks:
+            self._num_more[block] = self._num_more.get(block, 0) + 1
+
+    def _let_go(self, blocks: list[BlockId]) -> list[BlockId]:
+        """Ends one row's hold of blocks; gives those that nobody holds any more."""
+        more = self._num_more
+        if not more or more.keys().isdisjoint(blocks):
+            return blocks
+        idle: list[BlockId] = []
+        for block in blocks:
+            count = more.get(block)
+            if count is None:
+                idle.append(block)
+            elif count == 1:
+                del more[block]
+            else:
+                more[block] = count - 1
+        return idle
 
     def _give_back(self, table: list[BlockId]) -> None:
         """Ends one row's hold, last block first: a leaf is then evicted before its parent."""
+        idle = self._let_go(table[::-1])
+        if self._keeps_cached:
+            idle = self._keep(idle)
+        self._index.forget(idle)
+        self._free += idle
+
+    def _keep(self, idle: list[BlockId]) -> list[BlockId]:
+        """Caches those of the blocks that are found, and gives the others; the use of a copy is its first's."""
+        index, cached = self._index, self._cached
+        if not index.has_copies_among(idle):
+            found, unknown = index.split(idle)
+            cached.add(found)
+            return unknown
         freed: list[BlockId] = []
-        for block in reversed(table):
-            self._num_holders[block] -= 1
-            if self._num_holders[block]:
-                continue
-            first = self._index.first_of(block) if self._keeps_cached else None
+        for block in idle:
+            first = index.first_of(block)
             if first == block:
-                self._cached[block] = None
+                cached.add([block])
                 continue
             freed.append(block)
-            if first is not None and first in self._cached:  # used just now, by its copy
-                self._cached.move_to_end(first)
-        self._index.forget(freed)
-        self._free += freed
+            if first is not None and first in cached:  # used just now, by its copy
+                cached.remove([first])
+                cached.add([first])
+        return freed
 
-    def _share(self, blocks: Sequence[FilledBlock]) -> None:
+    def _share(self, fills: Sequence[FilledBlocks]) -> None:
         """Makes filled blocks known, and nobody waits for them any more."""
-        for filled in blocks:
-            row, place = filled.row, filled.place
-            if row not in self._unshared:
-                self._coming.pop(filled.key, None)
-                table = self._tables[row]
-                self._index.add(table[place], filled, table[place - 1] if place else None)
+        coming = self._coming
+        for filled in fills:
+            if filled.row in self._unshared:
+                continue
+            if coming:
+                for key in filled.keys:
+                    coming.pop(key, None)
+            table, start = self._tables[filled.row], filled.start
+            blocks = table[start : start + len(filled.keys)]
+            self._index.add(blocks, filled, table[start - 1] if start else None)
 
 
 def _is_ordered(rows: Sequence[Row], victims: Sequence[Row]) -> bool:

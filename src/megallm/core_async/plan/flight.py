@@ -97,7 +97,7 @@ class Outcome:
 
     def take(self, step: InFlight, result: StepResult) -> None:
         """Takes over a result's columns, as they are."""
-        self.started = [request.new.text for request in step.firsts if request.finish_reason is None]
+        self.started = [request.started_text() for request in step.firsts if request.finish_reason is None]
         self.requests = [request.request_id for request in step.sampled]
         self.tokens, self.log_probs, self.top = result.tokens, result.log_probs, result.top
         self.scored = step.scores_of(result) if step.scored else []

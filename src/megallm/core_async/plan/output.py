@@ -25,6 +25,7 @@ class Output:
 
     __slots__ = (
         "_detokenize",
+        "_has_sent_scores",
         "_log_probs",
         "_num_sent",
         "_prompt_log_probs",
@@ -52,6 +53,7 @@ class Output:
         self.token_ids: list[int] = []
         """Everything generated; the detokeniser appends."""
         self._num_sent = 0
+        self._has_sent_scores = False
         self.first_s: float | None = None
         """Loop time of the first token."""
         self.last_s: float | None = None
@@ -89,6 +91,19 @@ class Output:
         text, num_tokens, ending = self._ended(text, ending)
         return self._delta(text, num_tokens, ending)
 
+    def stopped(self, stop_word: str) -> Finished:
+        """Gives the ending of a request that a stop word ends, or a failure, before the scheduler knows."""
+        spec = self.spec
+        return Finished(
+            spec.request_id,
+            "stop",
+            stop_word,
+            num_cached_tokens=spec.num_cached_tokens,
+            events=spec.events,
+            policy_epoch=spec.policy_epoch,
+            kv_cache_epoch=spec.kv_cache_epoch,
+        )
+
     def completion(self, ending: Finished) -> Completion:
         """Gives the whole output, and why it ended."""
         if self.stream is None:
@@ -97,6 +112,23 @@ class Output:
         else:
             _, num_tokens, ending = self._ended("", ending)
             text = self.stream.text
+        return self._completion(text, num_tokens, ending)
+
+    def failure(self, reason: str) -> Completion | Delta:
+        """Gives the end of an output whose text can't be made: its tokens, the text so far, and why."""
+        ending = structs.replace(self.stopped(reason), finish_reason="error")
+        if self.spec.is_streamed:
+            return Delta(
+                text="",
+                token_ids=[],
+                finish_reason="error",
+                stop_reason=reason,
+                request_id=self.spec.request_id,
+                ending=ending,
+            )
+        return self._completion("" if self.stream is None else self.stream.text, len(self.token_ids), ending)
+
+    def _completion(self, text: str, num_tokens: int, ending: Finished) -> Completion:
         wants = self.spec.wants_log_probs
         return Completion(
             request_id=ending.request_id,
@@ -133,6 +165,8 @@ class Output:
     def _delta(self, text: str, num_tokens: int, ending: Finished | None) -> Delta:
         start, self._num_sent = self._num_sent, max(num_tokens, self._num_sent)
         wants = self.spec.wants_log_probs
+        has_scores = bool(self._prompt_log_probs) and not self._has_sent_scores
+        self._has_sent_scores = True
         return Delta(
             text=text,
             token_ids=self.token_ids[start : self._num_sent],
@@ -142,6 +176,11 @@ class Output:
             else None,
             finish_reason=None if ending is None else ending.finish_reason,
             stop_reason=None if ending is None else ending.stop_reason,
+            request_id=self.spec.request_id,
+            top=self._top[start : self._num_sent] if wants and self.spec.num_top else None,
+            prompt_log_probs=self._prompt_log_probs if has_scores else None,
+            prompt_top=self._prompt_top if has_scores else None,
+            ending=ending,
         )
 
     def _ends_silently(self, ending: Finished | None) -> bool:

@@ -8,15 +8,18 @@ well; their ids are on the device and not in `tokens` yet.
 import sys
 from array import array
 
+from msgspec import structs
+
 from megallm.core_async.messages import (
     Admission,
-    FilledBlock,
+    FilledBlocks,
     Finished,
     Ints,
     NewRequest,
     RequestId,
     Row,
     RowSetup,
+    TextSpec,
     unpack_ints,
 )
 from megallm.core_async.plan.prefix import extend_keys, root_of
@@ -164,6 +167,16 @@ class Request:
             kv_cache_epoch=tuple(self.kv_cache_epoch) or None,
         )
 
+    def started_text(self) -> TextSpec:
+        """Gives what the detokeniser has to know of it at its first result."""
+        return structs.replace(
+            self.new.text,
+            num_cached_tokens=self.num_cached or 0,
+            events=tuple(self.events),
+            policy_epoch=tuple(self.policy_epoch) or None,
+            kv_cache_epoch=tuple(self.kv_cache_epoch) or None,
+        )
+
     def admission(self, row: Row, block_size: int, *, may_split: bool, max_passes: int) -> Admission:
         """Gives what the allocator has to know to admit it at a row."""
         if self.shares_prefix:
@@ -184,28 +197,24 @@ class Request:
         """Counts tokens whose keys and values others have computed."""
         self.num_computed = self.capacity = num_cached
         self.num_filled = num_cached // block_size
-        self._await_block(block_size)
+        if self.shares_prefix:
+            self.fill_at = (self.num_filled + 1) * block_size
         if self.num_cached is None:
             self.num_cached = num_cached
 
-    def newly_filled(self, block_size: int) -> list[FilledBlock]:
+    def newly_filled(self, block_size: int) -> FilledBlocks | None:
         """Gives the blocks that are filled once the plans in flight have run, and were not given yet."""
         if not self.shares_prefix:
-            return []
+            return None
         end = min(self.num_computed, len(self.tokens)) // block_size
         if end <= self.num_filled:
-            return []
-        extend_keys(self.keys, self.tokens, block_size, self.root)
+            return None
+        keys = self.keys
+        extend_keys(keys, self.tokens, block_size, self.root)
         start, self.num_filled = self.num_filled, end
-        self._await_block(block_size)
-        tokens, width = self.tokens[start * block_size : end * block_size].tobytes(), 4 * block_size
-        keys = self.keys[start:end]
-        parents = [self.keys[start - 1] if start else self.root, *keys[:-1]]
-        columns = zip(range(start, end), keys, parents, range(0, len(tokens), width), strict=True)
-        return [
-            FilledBlock(self.row, place, key, parent, Ints(tokens[at : at + width]))
-            for place, key, parent, at in columns
-        ]
+        self.fill_at = (end + 1) * block_size
+        tokens = Ints(self.tokens[start * block_size : end * block_size].tobytes())
+        return FilledBlocks(self.row, start, keys[start:end], keys[start - 1] if start else self.root, tokens)
 
     def leave_row(self) -> None:
         """Stops running: blocks and device state are gone, all tokens must be computed again."""
@@ -214,10 +223,6 @@ class Request:
         self.capacity = 0
         self.num_filled = 0
         self.is_decoding = False
-
-    def _await_block(self, block_size: int) -> None:
-        if self.shares_prefix:
-            self.fill_at = (self.num_filled + 1) * block_size
 
 
 def _from_start(epoch: int | None) -> list[tuple[int, int]]:

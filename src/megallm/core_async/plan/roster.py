@@ -9,7 +9,7 @@ from megallm.core_async.messages import (
     Admission,
     BlockGrant,
     EngineStats,
-    FilledBlock,
+    FilledBlocks,
     NewRequest,
     RequestId,
     ReserveBlocks,
@@ -56,7 +56,7 @@ class Roster:
         self._requests_by_row: dict[Row, Request] = {}
         self._released: list[Row] = []
         """Rows given up since the allocator was last asked."""
-        self._filled: list[FilledBlock] = []
+        self._filled: list[FilledBlocks] = []
         """Blocks filled since then."""
         self._num_offered = MAX_OFFERED
         """How many of the waiting line the allocator is offered next."""
@@ -114,9 +114,10 @@ class Roster:
         assert len(tokens) == len(step.sampled), f"{len(tokens)} tokens, {len(step.sampled)} sampling rows"
         self._tally.num_generated += len(tokens)
         outcome.take(step, result)
-        if step.has_stale:
-            live = [place for place, request in enumerate(step.sampled) if request.finish_reason is None]
-            outcome.keep(live)
+        if step.has_stale or result.failed:
+            failed = {place for place, _ in result.failed}
+            rows = enumerate(step.sampled)
+            outcome.keep([at for at, request in rows if request.finish_reason is None and at not in failed])
         # every row at every step: nothing else belongs in here
         for request, token in zip(step.sampled, tokens, strict=True):
             request.tokens.append(token)
@@ -244,14 +245,14 @@ class Roster:
         self, step: InFlight, result: StepResult, tokens: Iterable[int], outcome: Outcome
     ) -> None:
         """Ends requests whose token is a stop id, that can't go on, or that have all they may have."""
-        if not self._stop_ids.isdisjoint(tokens):
-            for request, token in zip(step.sampled, tokens, strict=True):
-                if token in request.stop_ids and request.finish_reason is None:
-                    self._finish(request, "stop", token, outcome)
         for place, reason in result.failed:
             request = step.sampled[place]
             if request.finish_reason is None:
                 self._finish(request, "error", reason, outcome)
+        if not self._stop_ids.isdisjoint(tokens):
+            for request, token in zip(step.sampled, tokens, strict=True):
+                if token in request.stop_ids and request.finish_reason is None:
+                    self._finish(request, "stop", token, outcome)
         for request in [*step.last, *step.complete]:
             if request.finish_reason is None:
                 self._finish(request, "length", None, outcome)
@@ -259,7 +260,9 @@ class Roster:
     def _note_filled(self, requests: list[Request]) -> None:
         """Gathers the blocks that these requests have filled, for others to share."""
         for request in [each for each in requests if len(each.tokens) >= each.fill_at]:
-            self._filled += request.newly_filled(self._limits.block_size)
+            filled = request.newly_filled(self._limits.block_size)
+            if filled is not None:
+                self._filled.append(filled)
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None, outcome: Outcome) -> None:
         request.finish_reason = reason

@@ -1,0 +1,1 @@
+"""Incremental parsers of a model's output: reasoning and tool calls taken out of the text. Pure."""
