@@ -96,6 +96,8 @@ class FakeRunner:
         self.is_closed = False
         self.before_launch: Callable[[StepPlan], None] = lambda plan: None
         """Runs before each step; raises to kill the forward pass."""
+        self.choose: Callable[[Sequence[int], Sequence[int]], int] = next_token
+        """Gives the next token after some, none of the masked ones; a test may put a script here."""
         self.runs_at_launch = True
         """See Runner; False makes the engine launch the next step before it waits for this one."""
 
@@ -138,7 +140,7 @@ class FakeRunner:
             if is_sampling:
                 setup = self._setups[row]
                 masked = setup.masked_ids if len(context) < setup.masked_until else ()
-                self._last_tokens[row] = next_token(context, masked)
+                self._last_tokens[row] = self.choose(context, masked)
                 sampled.append((context, self._last_tokens[row]))
             if is_scored:
                 wanted = [(position, next(targets)) for position in range(start, start + length)]

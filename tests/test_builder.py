@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.inference.config import InferenceConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megallm.core_async.builder import HONOURED, Parts, build
@@ -151,6 +153,28 @@ def test_settings_left_alone_are_not_remarked_on(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         built()
     assert caplog.text == ""
+
+
+def test_each_data_parallel_rank_samples_by_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the same prompt, sent to several of them, would give an RL loop the same text each time."""
+    base = shared_model().config.inference_sampling_seed
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel_state, "get_data_parallel_rank", lambda: 3)
+        assert built().engine.config.sampling_seed == base + 3
+        alike = settings(offset_sampling_seed_by_dp_rank=False)
+        assert built(inference_config=alike).engine.config.sampling_seed == base
+        patch.setattr(shared_model().config, "deterministic_mode", True)
+        assert built().engine.config.sampling_seed == base
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    assert built(inference_config=settings(pg_collection=groups)).engine.config.sampling_seed == base
+
+
+def test_reports_are_made_where_they_are_asked_for() -> None:
+    """And what can't report is refused before anything starts."""
+    assert built().engine.times.on_result is None
+    assert built(inference_config=settings(logging_step_interval=10)).engine.times.on_result is not None
+    with pytest.raises(TypeError, match="metrics_writer is a str"):
+        built(inference_config=settings(logging_step_interval=10, metrics_writer="wandb"))
 
 
 def test_what_is_honoured_is_a_field_of_some_megatron() -> None:

@@ -37,6 +37,11 @@ class FailingEngine:
         raise self.error
 
 
+def no_serving(model: object, tokenizer: object, options: object) -> NoReturn:
+    """Stands for the engine of a command that is not run."""
+    raise AssertionError("this command serves nothing")
+
+
 def outcome(*argv: str, raises: BaseException | None = None, stdout: TextIO | None = None) -> tuple[int, str]:
     """Gives exit code and stderr of a command whose engine raises."""
     engine = FailingEngine(raises or AssertionError("the engine must not be reached"))
@@ -49,6 +54,7 @@ def outcome(*argv: str, raises: BaseException | None = None, stdout: TextIO | No
         argv,
         load=lambda name, num_threads: (object(), object()),
         open_engine=open_engine,
+        open_serving=no_serving,
         stdin=io.StringIO(),
         stdout=stdout or io.StringIO(),
         stderr=err,
@@ -131,6 +137,7 @@ def test_a_reader_that_left_ends_the_command_quietly() -> None:
             ["generate", "hi"],
             load=lambda name, num_threads: (object(), object()),
             open_engine=lambda model, tokenizer: Engine(AssertionError()),
+            open_serving=no_serving,
             stdin=io.StringIO(),
             stdout=stdout,
             stderr=err,

@@ -1,6 +1,7 @@
 """The engine's limits, from every combination of settings, model and free memory."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,3 +168,49 @@ def test_whatever_is_accepted_is_consistent(  # noqa: PLR0917 - Hypothesis passe
     assert 1 <= config.max_sequence_length <= config.num_blocks * block_size
     assert max_requests is None or config.max_requests == max_requests
     assert max_tokens is None or config.max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (None, 16, None, False)),
+        ({"num_cuda_graphs": -1}, (None, 16, None, False)),
+        ({"num_cuda_graphs": 0}, (0, 16, None, False)),
+        ({"num_cuda_graphs": 5, "cuda_graph_mixed_prefill_count": 3}, (5, 3, None, False)),
+        ({"cuda_graph_mixed_prefill_count": None}, (None, 0, None, False)),
+        ({"use_cuda_graphs_for_non_decode_steps": False}, (None, 0, None, False)),
+        ({"cuda_graph_max_tokens": 1024}, (None, 16, 1024, False)),
+        ({"cuda_graph_all_prefills": True, "max_tokens": 3000}, (None, 16, 3000, False)),
+        ({"cuda_graph_sizing_distribution": "linear"}, (None, 16, None, True)),
+    ],
+)
+def test_graphs_are_what_the_fields_of_the_config_say(
+    settings: dict[str, Any], expected: tuple[int | None, int | None, int | None, bool]
+) -> None:
+    """A field that is taken and ignored is worse than one that is refused."""
+    config = derive(**settings)
+    assert (
+        config.num_graphs,
+        config.num_mixed_graphs,
+        config.max_graph_tokens,
+        config.spaces_graphs_evenly,
+    ) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_cuda_graphs", -2), ("cuda_graph_mixed_prefill_count", -1), ("cuda_graph_max_tokens", 0)],
+)
+def test_impossible_numbers_of_graphs_are_refused(field: str, value: int) -> None:
+    """Named, like every other field."""
+    with pytest.raises(ValueError, match=field):
+        derive(**{field: value})
+
+
+def test_older_configs_without_the_fields_get_ours() -> None:
+    """Fields are read by name, so that any version's config will do."""
+    fields = {
+        name: value for name, value in vars(InferenceConfig(buffer_size_gb=1)).items() if "graph" not in name
+    }
+    config = EngineConfig.derive(SimpleNamespace(**fields), model_limits())
+    assert (config.num_graphs, config.num_mixed_graphs, config.max_graph_tokens) == (None, 16, None)

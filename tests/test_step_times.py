@@ -20,7 +20,10 @@ def test_each_part_is_summed_on_its_own() -> None:
             StepResult(number, pack_ints([]), prepare_s=1.0, forward_s=2.0 * number, sample_s=4.0)
         )
     times.add_post(0.25)
-    assert times.num_steps == 2
+    heard: list[int] = []
+    times.on_result = lambda result: heard.append(result.step)
+    times.add_result(StepResult(3, pack_ints([])))
+    assert (times.num_steps, heard) == (3, [3])
     assert (times.plan_s, times.post_s) == (1.0, 0.25)
     assert (times.prepare_s, times.forward_s, times.sample_s) == (2.0, 6.0, 8.0)
 

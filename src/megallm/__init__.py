@@ -19,13 +19,14 @@ if TYPE_CHECKING:
         LifecycleError,
         MegaLLMError,
         ModelFileError,
-        NonFiniteLogitsError,
+        RequestFailedError,
         UnsupportedModelError,
     )
     from megallm.core_async.llm import MegatronAsyncLLM
     from megallm.core_async.messages import Delta
     from megallm.core_async.result import Result
     from megallm.core_async.sampling_params import SamplingParams
+    from megallm.http.serve_config import ServeConfig
     from megallm.models import load_model
     from megallm.sync.llm import MegatronLLM
 
@@ -42,9 +43,10 @@ __all__ = [
     "MegatronAsyncLLM",
     "MegatronLLM",
     "ModelFileError",
-    "NonFiniteLogitsError",
+    "RequestFailedError",
     "Result",
     "SamplingParams",
+    "ServeConfig",
     "UnsupportedModelError",
     "load_model",
 ]
@@ -62,9 +64,10 @@ _MODULE_OF = {
     "MegatronAsyncLLM": "megallm.core_async.llm",
     "MegatronLLM": "megallm.sync.llm",
     "ModelFileError": "megallm.core_async.errors",
-    "NonFiniteLogitsError": "megallm.core_async.errors",
+    "RequestFailedError": "megallm.core_async.errors",
     "Result": "megallm.core_async.result",
     "SamplingParams": "megallm.core_async.sampling_params",
+    "ServeConfig": "megallm.http.serve_config",
     "UnsupportedModelError": "megallm.core_async.errors",
     "load_model": "megallm.models",
 }

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TextIO
 
 from megallm import MegaLLMError
-from megallm.commands import generate
+from megallm.commands import generate, serve
 
 EXIT_USAGE = 2
 EXIT_ENGINE = 3
@@ -28,6 +28,7 @@ def main() -> int:
         sys.argv[1:],
         load=_load_model,
         open_engine=_open_engine,
+        open_serving=_open_serving,
         stdin=sys.stdin,
         stdout=sys.stdout,
         stderr=sys.stderr,
@@ -39,6 +40,7 @@ def run(
     *,
     load: generate.Load,
     open_engine: generate.OpenEngine,
+    open_serving: serve.OpenEngine,
     stdin: TextIO,
     stdout: TextIO,
     stderr: TextIO,
@@ -55,9 +57,14 @@ def run(
 
     try:
         options = _parser().parse_args(argv)
-        return generate.run(
-            options, load=load, open_engine=open_engine, stdin=stdin, stdout=stdout, stderr=stderr
-        )
+        match options.command:
+            case "serve":
+                options.api_key = options.api_key or os.environ.get(serve.API_KEY_VARIABLE) or None
+                return serve.run(options, load=load, open_engine=open_serving, stderr=stderr)
+            case _:
+                return generate.run(
+                    options, load=load, open_engine=open_engine, stdin=stdin, stdout=stdout, stderr=stderr
+                )
     except KeyboardInterrupt:
         print("megallm: interrupted", file=stderr)
         return EXIT_INTERRUPTED
@@ -87,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_arguments(command)
     command.add_argument("--debug", action="store_true", help="errors with their trace")
+    command = commands.add_parser(
+        "serve",
+        help="serve the OpenAI API over HTTP",
+        description="Serves the OpenAI API over HTTP, until SIGINT or SIGTERM.",
+    )
+    serve.add_arguments(command)
+    command.add_argument("--debug", action="store_true", help="errors with their trace")
     return parser
 
 
@@ -107,3 +121,16 @@ def _open_engine(model: Any, tokenizer: Any) -> AbstractContextManager[generate.
     from megallm import MegatronLLM
 
     return MegatronLLM(model=model, tokenizer=tokenizer)
+
+
+def _open_serving(
+    model: Any, tokenizer: Any, options: argparse.Namespace
+) -> AbstractContextManager[serve.Serving]:  # Any: the same
+    from megallm import InferenceConfig, MegatronLLM
+
+    given = {"max_requests": options.max_requests, "buffer_size_gb": options.buffer_gb}
+    config = InferenceConfig(
+        enable_prefix_caching=not options.no_prefix_caching,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    return MegatronLLM(model=model, tokenizer=tokenizer, inference_config=config)

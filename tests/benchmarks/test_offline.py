@@ -47,6 +47,22 @@ def test_both_engines_do_the_same_work(report: Report) -> None:
     assert agreement == (["4/4", "15/15", "2/2"] if HAS_TRANSFORMERS else [])
 
 
+def test_the_cost_of_batch_invariance_is_measured_beside_the_default(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """In the same run, on a model of its own, which an engine has to itself."""
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    write_tiny(path)
+    argv = ["--model", str(path), "--cases", "2:5:4", "--threads", "1", "--cache-gb", "0.01"]
+    asked = options_of(*argv, "--repetitions", "1", "--engines", "megallm", "--batch-invariant")
+    report = offline.run(asked)
+    assert [row["engine"] for row in report.results] == ["megallm", offline.INVARIANT]
+    (cost,) = [table for table in report.tables if table.title == offline.COST]
+    ((case, *ratios, agreement),) = cost.rows
+    assert (case, agreement) == ("2:5:4", "8/8")
+    assert all(isinstance(ratio, float) and ratio > 0 for ratio in ratios)
+
+
 def check_row(row: dict[str, object]) -> None:
     """Checks one result's columns."""
     assert row["shape"] == "tiny"

@@ -147,6 +147,8 @@ def _by_definition(
             group = head * shape.num_kv_heads // shape.num_heads
             seen = slice(first, position + 1)
             scores = key[seen, group].double() @ query[position, head].double() * shape.scale
+            if shape.softcap is not None:
+                scores = shape.softcap * (scores / shape.softcap).tanh()
             if sinks is not None:
                 scores = torch.cat((scores, sinks[head].double()[None]))
             weights = scores.softmax(-1)[: position + 1 - first]

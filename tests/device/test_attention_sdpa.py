@@ -21,6 +21,8 @@ SHAPES = {
     "window of one token": LayerShape(6, 2, 8, 8, 0.3, window=0),
     "sinks": LayerShape(6, 2, 8, 8, 0.3, has_sinks=True),
     "sinks and window": LayerShape(6, 2, 8, 8, 0.3, window=3, has_sinks=True),
+    "softcap": LayerShape(6, 2, 8, 8, 0.3, softcap=0.7),
+    "softcap and window": LayerShape(6, 2, 8, 8, 0.3, window=4, softcap=0.7),
     "turned": LayerShape(6, 2, 8, 8, 0.3, uses_rope=True),
 }
 

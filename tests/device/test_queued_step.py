@@ -1,12 +1,10 @@
 """A step's tensors as the message they become."""
 
-import pytest
 import torch
 
 from megallm.core_async.device.log_probs import LogProbs
-from megallm.core_async.device.queued_step import QueuedStep, StepTensors, StepTimes
+from megallm.core_async.device.queued_step import NOT_FINITE, QueuedStep, StepTensors, StepTimes
 from megallm.core_async.device.sampler import Sampled
-from megallm.core_async.errors import NonFiniteLogitsError
 from megallm.core_async.messages import StepResult, pack_floats, pack_ints, unpack_floats, unpack_ints
 
 TIMES = StepTimes(prepare_s=0.5, forward_s=1.0, sample_s=0.25)
@@ -48,8 +46,9 @@ def test_nothing_asked_is_nothing_sent() -> None:
     assert result.log_probs == pack_floats([-1.0, -2.0])
 
 
-def test_one_row_without_a_finite_best_fails_the_step() -> None:
-    """Its token means nothing, and the error says how many rows and which step."""
-    step = QueuedStep(4, StepTensors(sampled=sampled(True, False, False)), TIMES)
-    with pytest.raises(NonFiniteLogitsError, match="in step 4 the logits of 2 of 3 sampled rows"):
-        step.result()
+def test_a_row_without_a_finite_best_fails_alone() -> None:
+    """Its token means nothing; its neighbours' do. What was known to have failed keeps its reason."""
+    tensors = StepTensors(sampled=sampled(True, False, False), failed=[(2, "grammar")])
+    assert QueuedStep(4, tensors, TIMES).result().failed == [(1, NOT_FINITE), (2, "grammar")]
+    tensors = StepTensors(sampled=sampled(True, True), failed=[(0, "grammar")])
+    assert QueuedStep(4, tensors, TIMES).result().failed == [(0, "grammar")]

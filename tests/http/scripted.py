@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import sniffio
@@ -19,7 +20,7 @@ from megallm.http.metrics import Metrics
 from megallm.http.service import AppSettings
 from megallm.http.traffic import Traffic
 from tests.engines import engine_config
-from tests.fakes import FakeTokenizer
+from tests.http.small_tokenizer import small_tokenizer
 
 NUM_CACHED = 2
 
@@ -111,17 +112,17 @@ async def scripted_client(
         num_blocks=4096, max_tokens=max_sequence_length, max_sequence_length=max_sequence_length
     )
     port = ScriptedPort(parts, finish_reason, config)
-    app = create_app(
+    app: Any = create_app(  # Any: Quart and httpx type ASGI differently
         port,
-        TokenizerAdapter(FakeTokenizer()),
+        TokenizerAdapter(small_tokenizer()),
         AppSettings(model_name="m", parsers=parsers),
         backend="trio" if sniffio.current_async_library() == "trio" else "asyncio",
         metrics=Metrics(port.stats, "m"),
         traffic=Traffic(),
     )
     transport = httpx.ASGITransport(app)
-    async with (
-        httpx.AsyncClient(transport=transport) as http,
-        AsyncOpenAI(base_url="http://app/v1", api_key="none", http_client=http, max_retries=0) as client,
-    ):
+    http: Any = httpx.AsyncClient(transport=transport)  # Any: openai names a successor of httpx here
+    async with AsyncOpenAI(
+        base_url="http://app/v1", api_key="none", http_client=http, max_retries=0
+    ) as client:
         yield client, port

@@ -23,7 +23,7 @@ def small_tokenizer() -> ByteLevelTokenizer:
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], fuse_unk=False, byte_fallback=False))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(END, normalized=False, special=True)])
+    backend.add_special_tokens([AddedToken(END, normalized=False, special=True)])  # pyright: ignore[reportUnknownMemberType] - no types
     assert backend.get_vocab_size() == VOCAB_SIZE, backend.get_vocab_size()
     return ByteLevelTokenizer(
         backend, special_ids=SpecialIds(eos=VOCAB_SIZE - 1), chat_template=TEMPLATE, path="small"

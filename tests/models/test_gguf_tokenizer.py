@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
+from megallm.models.base_tokenizer import ModelTokenizer
 from megallm.models.gguf_file import GgufFile
 from megallm.models.gguf_tokenizer import build_tokenizer
-from megallm.models.tokenizer import ByteLevelTokenizer
 from tests.models.tiny_gguf import Metadata, tiny_metadata, write_gguf
 
 
-def build(folder: Path, changes: Metadata | None = None, without: str = "") -> ByteLevelTokenizer:
+def build(folder: Path, changes: Metadata | None = None, without: str = "") -> ModelTokenizer:
     """Builds the tokenizer of a file whose metadata is changed."""
     metadata = tiny_metadata() | (changes or {})
     metadata.pop(without, None)
     return build_tokenizer(GgufFile(write_gguf(folder / "tiny.gguf", metadata, {})))
 
 
-def pieces(tokenizer: ByteLevelTokenizer, text: str) -> list[str]:
+def pieces(tokenizer: ModelTokenizer, text: str) -> list[str]:
     """Gives a text's tokens as they are spelled."""
     return [tokenizer.vocab[token_id] for token_id in tokenizer.tokenize(text)]
 
@@ -58,10 +58,70 @@ def test_a_file_that_asks_for_them_gets_bos_and_eos_around_plain_text_only(tmp_p
 
 
 @pytest.mark.parametrize(
+    ("rule", "wanted"),
+    [
+        ("llama-bpe", ["Ġ", "1", "2", "3", "4", "Ġthe", "Ċ"]),
+        ("qwen2", ["Ġ", "1", "2", "3", "4", "Ġthe", "Ċ"]),
+    ],
+)
+def test_the_rules_of_llama_3_and_qwen_split_text(tmp_path: Path, rule: str, wanted: list[str]) -> None:
+    """Their vocabularies were made with these cuts; with others the ids are not the model's."""
+    assert pieces(build(tmp_path, {"tokenizer.ggml.pre": rule}), " 1234 the\n") == wanted
+
+
+def test_qwen_s_digits_never_go_together_and_llama_3_s_do_by_three(tmp_path: Path) -> None:
+    """A merge of two digits is in this vocabulary: only one of the rules lets it happen."""
+    metadata = tiny_metadata()
+    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
+    assert isinstance(tokens, list)
+    assert isinstance(merges, list)
+    kinds = [3] * 3 + [1] * (len(tokens) - 4) + [4]
+    changes: Metadata = {
+        "tokenizer.ggml.tokens": [*map(str, tokens), "12"],
+        "tokenizer.ggml.merges": [*map(str, merges), "1 2"],
+        "tokenizer.ggml.token_type": [*kinds, 1],
+    }
+    assert pieces(build(tmp_path, changes | {"tokenizer.ggml.pre": "llama-bpe"}), "1234") == ["12", "3", "4"]
+    assert pieces(build(tmp_path, changes | {"tokenizer.ggml.pre": "qwen2"}), "1234") == ["1", "2", "3", "4"]
+
+
+PIECES: Metadata = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": [
+        "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581", "t", "h", "e", "th", "he", "the", "\u2581the", "\u2581t",
+    ],
+    "tokenizer.ggml.scores": [0.0] * 259 + [-9.0, -8.0, -7.0, -6.0, -2.0, -1.0, -3.0, -4.0, -5.0],
+    "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * 9,
+    "tokenizer.ggml.add_bos_token": True,
+}  # fmt: skip
+
+
+def test_pieces_are_merged_by_their_scores_and_unknown_text_goes_by_bytes(tmp_path: Path) -> None:
+    """As SentencePiece does: the whole with the best score first, wherever it stands."""
+    tokenizer = build(tmp_path, PIECES)
+    assert pieces(tokenizer, "the the") == ["<s>", "\u2581the", "\u2581the"]
+    ids = tokenizer.tokenize("é")
+    assert [tokenizer.vocab[token_id] for token_id in ids] == ["<s>", "\u2581", "<0xC3>", "<0xA9>"]
+    assert tokenizer.detokenize(ids, skip_special_tokens=True) == "é"
+    assert b"".join(map(tokenizer.token_bytes, ids[1:])) == " é".encode()
+
+
+def test_pieces_without_the_blank_in_front_where_the_file_says_so(tmp_path: Path) -> None:
+    """A blank too many before every text is another text."""
+    tokenizer = build(tmp_path, PIECES | {"tokenizer.ggml.add_space_prefix": False})
+    assert pieces(tokenizer, "the") == ["<s>", "the"]
+
+
+@pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("tokenizer.ggml.model", "llama", r"kind 'llama', supported is 'gpt2'"),
-        ("tokenizer.ggml.pre", "qwen2", r"rule 'qwen2', supported are \['gpt-2', 'smollm'\]"),
+        ("tokenizer.ggml.model", "t5", r"kind 't5', supported are 'gpt2' .* and 'llama'"),
+        (
+            "tokenizer.ggml.pre",
+            "poro",
+            r"rule 'poro', supported are \['gpt-2', 'smollm', 'llama-bpe', 'qwen2'\]",
+        ),
     ],
 )
 def test_other_kinds_are_refused_by_name(tmp_path: Path, key: str, value: str, said: str) -> None:
@@ -83,6 +143,7 @@ def test_other_kinds_are_refused_by_name(tmp_path: Path, key: str, value: str, s
         ({"tokenizer.ggml.merges": ["t t"]}, "", r"merges has 't t', no pair"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "", r"names a token twice"),
         ({"tokenizer.ggml.add_bos_token": True}, "tokenizer.ggml.bos_token_id", r"asks for a bos token"),
+        (PIECES | {"tokenizer.ggml.scores": [1.0]}, "", r"scores has 1 entries, tokenizer\.ggml\.tokens 268"),
         ({}, "tokenizer.ggml.merges", r"no metadata tokenizer\.ggml\.merges"),
     ],
 )
@@ -90,6 +151,7 @@ def test_damaged_metadata_is_refused_with_file_and_key(
     tmp_path: Path, changes: Metadata, without: str, said: str
 ) -> None:
     """The library below would panic, or make another tokenizer without a word."""
-    changes = changes | ({"tokenizer.ggml.eos_token_id": 1} if "tokenizer.ggml.tokens" in changes else {})
+    if changes.get("tokenizer.ggml.tokens") == ["a", "a"]:
+        changes = changes | {"tokenizer.ggml.eos_token_id": 1}
     with pytest.raises(ModelFileError, match=rf"tiny\.gguf.*{said}"):
         build(tmp_path, changes, without)

@@ -11,7 +11,22 @@ from megallm.core_async.errors import ModelFileError, UnsupportedModelError
 from megallm.models import load_model
 from megallm.models.catalog import KNOWN_MODELS, default_cache_dir
 from megallm.models.load import find_file
+from tests.models.engine_tokens import engine_tokens
+from tests.models.plain_forward import plain_logits
 from tests.models.tiny_gguf import write_tiny
+from tests.models.tiny_hf import (
+    PROMPT,
+    VOCAB,
+    YARN_ROPE,
+    hf_continuation,
+    hf_logits,
+    hf_model,
+    save,
+    write_tokenizer,
+)
+
+# megatron's own modules say so to each other, at every step
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")
 
 
 def test_a_path_as_text_or_as_path_loads(tmp_path: Path) -> None:
@@ -55,10 +70,70 @@ def test_an_unknown_source_is_answered_with_the_known_ones(tmp_path: Path) -> No
     assert "smollm2-135m" in KNOWN_MODELS
 
 
-def test_a_folder_is_refused_with_what_is_supported(tmp_path: Path) -> None:
-    """Hugging Face folders are what most users have."""
-    with pytest.raises(UnsupportedModelError, match="is a folder; supported are GGUF files"):
+def test_a_folder_of_nothing_known_is_refused_with_what_is_supported(tmp_path: Path) -> None:
+    """A folder one level too high is the usual mistake."""
+    with pytest.raises(UnsupportedModelError, match=r"neither config\.json \(Hugging Face's\) nor latest"):
         load_model(tmp_path)
+
+
+def test_a_hugging_face_folder_loads_with_its_tokenizer(tmp_path: Path) -> None:
+    """What most users have."""
+    model, tokenizer = load_model(save(hf_model("llama"), tmp_path), dtype="bfloat16", device="cpu")
+    assert next(model.parameters()).dtype is torch.bfloat16
+    assert tokenizer.tokenize("ab") == [tokenizer.vocab.index("a"), tokenizer.vocab.index("b")]
+
+
+@pytest.mark.parametrize("model_class", ["gpt", "hybrid"])
+def test_both_classes_of_megatron_give_the_same_logits(tmp_path: Path, model_class: Any) -> None:
+    """Upstream deprecates the one and moves to the other."""
+    settings = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "head_dim": 8}
+    theirs = hf_model("mixtral", rope_parameters=YARN_ROPE, **settings)
+    model, _ = load_model(save(theirs, tmp_path), dtype=torch.float32, device="cpu", model_class=model_class)
+    assert type(model).__name__ == {"gpt": "GPTModel", "hybrid": "HybridModel"}[model_class]
+    torch.testing.assert_close(plain_logits(model, PROMPT), hf_logits(theirs, PROMPT), atol=1e-4, rtol=0)
+
+
+def test_a_hybrid_model_runs_in_the_engine(tmp_path: Path) -> None:
+    """Layers without attention have no cache; their numbers must not be mixed up with those that have."""
+    theirs = hf_model("smollm3", no_rope_layers=[1, 0, 1])
+    model, tokenizer = load_model(
+        save(theirs, tmp_path), dtype=torch.float32, device="cpu", model_class="hybrid"
+    )
+    assert engine_tokens(model, tokenizer, PROMPT, 8) == hf_continuation(theirs, PROMPT, 8)
+
+
+def test_a_tokenizer_from_elsewhere_takes_the_checkpoint_s_place(tmp_path: Path) -> None:
+    """Fine-tuned folders often come without one."""
+    folder = save(hf_model("llama"), tmp_path / "model")
+    (tmp_path / "tokenizer").mkdir()
+    (folder / "tokenizer.json").rename(tmp_path / "tokenizer" / "tokenizer.json")
+    with pytest.raises(ModelFileError, match=r"has no tokenizer\.json, .*load_model\(tokenizer=\.\.\.\)"):
+        load_model(folder, device="cpu")
+    for source in (tmp_path / "tokenizer", tmp_path / "tokenizer" / "tokenizer.json"):
+        assert load_model(folder, device="cpu", tokenizer=source)[1].vocab_size == VOCAB
+    write_tiny(tmp_path / "tiny.gguf")
+    assert load_model(folder, device="cpu", tokenizer=tmp_path / "tiny.gguf")[1].vocab_size == 264
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    """Its ids would index past the embedding, on a GPU as an assertion inside a kernel."""
+    folder = save(hf_model("llama"), tmp_path / "model")
+    write_tokenizer(tmp_path, VOCAB + 8)
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json has 280 tokens, the vocabulary of .* has 272"):
+        load_model(folder, device="cpu", tokenizer=tmp_path)
+
+
+@pytest.mark.parametrize("size", ["tp", "pp"])
+def test_a_model_over_several_ranks_is_refused_by_name(size: str) -> None:
+    """A whole model on each rank instead would run out of memory much later."""
+    with pytest.raises(NotImplementedError, match=f"^{size} is 2: a model split over ranks"):
+        load_model("smollm2-135m", tp=2 if size == "tp" else 1, pp=2 if size == "pp" else 1)
+
+
+def test_an_unknown_model_class_is_refused_with_the_known_ones() -> None:
+    """Before a download of a hundred megabytes starts."""
+    with pytest.raises(ValueError, match="model_class is 'bert'; it must be one of gpt, hybrid"):
+        load_model("smollm2-135m", model_class="bert")  # pyright: ignore[reportArgumentType] - the mistake
 
 
 def test_devices_and_dtypes_that_cant_work_are_refused_before_anything_is_built(tmp_path: Path) -> None:
@@ -66,5 +141,6 @@ def test_devices_and_dtypes_that_cant_work_are_refused_before_anything_is_built(
     write_tiny(tmp_path / "tiny.gguf")
     with pytest.raises(UnsupportedModelError, match="device is meta"):
         load_model(tmp_path / "tiny.gguf", device="meta")
-    with pytest.raises(UnsupportedModelError, match=r"dtype is torch\.int8"):
-        load_model(tmp_path / "tiny.gguf", device="cpu", dtype=torch.int8)
+    for dtype in (torch.int8, "int8"):
+        with pytest.raises(UnsupportedModelError, match=r"dtype is .*int8"):
+            load_model(tmp_path / "tiny.gguf", device="cpu", dtype=dtype)

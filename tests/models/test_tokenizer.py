@@ -24,7 +24,9 @@ CASES: list[tuple[str, list[int]]] = [(case["text"], case["ids"]) for case in RE
 @pytest.fixture(scope="module")
 def tokenizer() -> ByteLevelTokenizer:
     """Gives the demo model's tokenizer, without its model."""
-    return open_checkpoint(find_file("smollm2-135m")).tokenizer()
+    tokenizer = open_checkpoint(find_file("smollm2-135m")).tokenizer()
+    assert isinstance(tokenizer, ByteLevelTokenizer)
+    return tokenizer
 
 
 def test_ids_equal_transformers_for_every_text(tokenizer: ByteLevelTokenizer) -> None:

@@ -4,8 +4,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +38,8 @@ FILE_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -44,7 +48,7 @@ FILE_NAMES = {
 }
 
 type Weights = dict[str, NDArray[np.float32]]
-type Metadata = dict[str, str | int | float | bool | list[str] | list[int]]
+type Metadata = dict[str, str | int | float | bool | list[str] | list[int] | list[float]]
 
 
 def tiny_weights(size: Hyperparameters = TINY) -> Weights:
@@ -85,7 +89,7 @@ def tiny_metadata(size: Hyperparameters = TINY) -> Metadata:
 def write_gguf(path: Path, metadata: Metadata, tensors: Weights, stored: str = "F32") -> Path:
     """Writes a file as it is told, tensors by their names in the file; matrices are stored as `stored`."""
     writer = gguf.GGUFWriter(path, str(metadata["general.architecture"]))
-    add: dict[type, Callable[[str, str | int | float | bool | list[str] | list[int]], None]] = {
+    add: dict[type, Callable[[str, str | int | float | bool | list[str] | list[int] | list[float]], None]] = {
         str: writer.add_string,
         bool: writer.add_bool,
         int: writer.add_uint32,
@@ -105,14 +109,14 @@ def write_gguf(path: Path, metadata: Metadata, tensors: Weights, stored: str = "
     return path
 
 
-def file_tensors(weights: Weights, size: Hyperparameters = TINY) -> Weights:
-    """Gives weights under llama.cpp's names, query and key rows in its order."""
+def file_tensors(weights: Weights, size: Hyperparameters = TINY, *, is_interleaved: bool = True) -> Weights:
+    """Gives weights under llama.cpp's names, query and key rows in the order it has for Llama."""
     renamed: Weights = {}
     for name, values in weights.items():
         ordered = values
-        if name.endswith("q_proj.weight"):
+        if is_interleaved and name.endswith("q_proj.weight"):
             ordered = _interleaved(values, size.num_heads)
-        elif name.endswith("k_proj.weight"):
+        elif is_interleaved and name.endswith("k_proj.weight"):
             ordered = _interleaved(values, size.num_kv_heads)
         short = name
         for theirs, files in FILE_NAMES.items():
@@ -126,6 +130,28 @@ def write_tiny(path: Path, stored: str = "F32", size: Hyperparameters = TINY) ->
     weights = tiny_weights(size)
     write_gguf(path, tiny_metadata(size), file_tensors(weights, size), stored)
     return weights
+
+
+def write_hf_as_gguf(model: Any, path: Path) -> Path:  # Any: a model of transformers
+    """Writes transformers' model as llama.cpp's converter would, with the tiny file's tokenizer."""
+    settings = model.config
+    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    size = msgspec.structs.replace(
+        TINY,
+        num_layers=settings.num_hidden_layers,
+        hidden_size=settings.hidden_size,
+        head_dim=head_dim,
+        ffn_size=settings.intermediate_size,
+        norm_epsilon=settings.rms_norm_eps,
+        rotary_base=settings.rope_parameters["rope_theta"],
+    )
+    architecture = settings.model_type
+    metadata = {
+        key.replace("llama.", architecture + "."): value for key, value in tiny_metadata(size).items()
+    }
+    metadata["general.architecture"] = architecture
+    weights: Weights = {name: values.numpy() for name, values in model.state_dict().items()}
+    return write_gguf(path, metadata, file_tensors(weights, size, is_interleaved=architecture == "llama"))
 
 
 def _interleaved(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:

@@ -35,7 +35,13 @@ class WatchedPool(BlockPool):
     ) -> None:
         super().__init__(num_blocks, block_size, keeps_cached=keeps_cached, max_held=max_held)
         self._is_reserving = False
-        self.watch = Watch(num_blocks, block_size, keeps_cached=keeps_cached, has_weak_keys=has_weak_keys)
+        self.watch = Watch(
+            num_blocks,
+            block_size,
+            keeps_cached=keeps_cached,
+            max_held=max_held,
+            has_weak_keys=has_weak_keys,
+        )
 
     def reserve(self, wish: ReserveBlocks) -> BlockGrant:
         self.watch.fill(wish.filled)
@@ -71,7 +77,10 @@ class WatchedPool(BlockPool):
 class Watch:
     """Follows a pool's grants."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, keeps_cached: bool, has_weak_keys: bool) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, keeps_cached: bool, max_held: int, has_weak_keys: bool
+    ) -> None:
+        self._max_held = max_held
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._keeps_cached = keeps_cached
@@ -192,11 +201,19 @@ class Watch:
         victims = iter(wish.victims)
         assert all(row in victims for row in wish.rows), "the rows are not in the order of the victims"
         yielding = list(grant.preempted)
+        num_held = 0
         for row, num_tokens in zip(wish.rows, wish.num_tokens, strict=True):
             num_wanted = -(-num_tokens // self._block_size)
+            num_own = len(self.tables.get(row, ()))
+            is_short = row in self.tables and num_wanted - num_own > self.num_available
+            may_sit_out = is_short and row != wish.victims[0] and num_held + num_own <= self._max_held
+            assert (row in grant.held) == may_sit_out
+            if may_sit_out:
+                num_held += num_own
+                continue
             while row in self.tables and num_wanted - len(self.tables[row]) > self.num_available and yielding:
                 self.release(yielding.pop(0))
-            if row not in self.tables or row in grant.held:
+            if row not in self.tables:
                 assert not yielding, f"{yielding} yielded to nobody"
                 assert all(row != changed for changed, _, _ in changes)
             elif num_wanted > len(self.tables[row]):

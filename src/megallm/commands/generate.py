@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from megallm.commands.argument_types import share, whole
+
 SHOWN_PROMPT_CHARS = 200
 
 EXIT_OK = 0
@@ -62,16 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("prompt", nargs="*", metavar="PROMPT", help="a prompt")
     add("--prompts", metavar="FILE", help="a file of prompts, one a line; '-' is stdin")
     add("--model", default="smollm2-135m", help="a known name or a path (default: %(default)s)")
-    add(
-        "--max-tokens", type=_whole(1), default=128, metavar="N", help="of each answer (default: %(default)s)"
-    )
-    add("--temperature", type=_share(None), default=0.0, metavar="T", help="0, the default, is greedy")
-    add("--top-k", type=_whole(0), default=0, metavar="K", help="draw from the K likeliest tokens")
-    add("--top-p", type=_share(1.0), default=0.0, metavar="P", help="draw from the likeliest share P")
-    add("--seed", type=_whole(0), metavar="N", help="the same seed gives the same text")
+    add("--max-tokens", type=whole(1), default=128, metavar="N", help="of each answer (default: %(default)s)")
+    add("--temperature", type=share(None), default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--top-k", type=whole(0), default=0, metavar="K", help="draw from the K likeliest tokens")
+    add("--top-p", type=share(1.0), default=0.0, metavar="P", help="draw from the likeliest share P")
+    add("--seed", type=whole(0), metavar="N", help="the same seed gives the same text")
     add("--stop", action="append", metavar="TEXT", help="end an answer before TEXT; may be given again")
     add("--raw", action="store_true", help="send prompts as they are, without the model's chat template")
-    add("--threads", type=_whole(1), metavar="N", help="CPU threads (default: torch's choice)")
+    add("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's choice)")
     add("--jsonl", action="store_true", help="one JSON object a prompt instead of text")
     add("--progress", action=argparse.BooleanOptionalAction, help="a bar (default: on a terminal)")
 
@@ -184,33 +184,3 @@ def _summary(answers: Sequence[Answer], generated_s: float, loaded_s: float) -> 
         f"{num_prompt} prompt tokens, {num_prompt / generated_s:.1f} tokens/s; "
         f"{num_output} output tokens, {num_output / generated_s:.1f} tokens/s"
     )
-
-
-# ---- types of arguments ------------------------------------------------------------------------
-
-
-def _whole(minimum: int) -> Callable[[str], int]:
-    """Gives the argument type of whole numbers from `minimum` up."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
-        return int(text)
-
-    return parse
-
-
-def _share(maximum: float | None) -> Callable[[str], float]:
-    """Gives the argument type of numbers from 0 up, to `maximum` where there is one."""
-    limit = "inf" if maximum is None else f"{maximum:g}"
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not 0.0 <= value <= float(limit) or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {limit}")
-        return value
-
-    return parse

@@ -2,11 +2,14 @@
 
 import dataclasses
 import logging
+import weakref
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.inference.config import InferenceConfig
 from msgspec import Struct
+from torch import distributed
 
 from megallm.core_async.config import EngineConfig, ModelLimits
 from megallm.core_async.device.memory import free_bytes
@@ -15,6 +18,8 @@ from megallm.core_async.device.runner import TorchRunner
 from megallm.core_async.engine import Engine
 from megallm.core_async.intake import Intake
 from megallm.core_async.matchers import Matchers
+from megallm.core_async.messages import EngineStats
+from megallm.core_async.step_log import StepLog
 from megallm.core_async.tokenizers import TokenizerAdapter
 
 log = logging.getLogger(__name__)
@@ -35,6 +40,16 @@ HONOURED = frozenset(
         "track_generated_token_events",
         "track_paused_request_events",
         "materialize_only_last_token_logits",
+        "metrics_writer",
+        "logging_step_interval",
+        "offset_sampling_seed_by_dp_rank",
+        "pg_collection",
+        "num_cuda_graphs",
+        "cuda_graph_mixed_prefill_count",
+        "cuda_graph_sizing_distribution",
+        "use_cuda_graphs_for_non_decode_steps",
+        "cuda_graph_all_prefills",
+        "cuda_graph_max_tokens",
         "verbose",
     }
 )
@@ -71,12 +86,15 @@ def build(  # the constructor's arguments, which are the public API
     _check_wrapper(inference_wrapper_cls)
     settings = InferenceConfig() if inference_config is None else inference_config
     _warn_of_unused(settings)
+    limits = _limits_of(model, settings)
     config = EngineConfig.derive(
-        settings, _limits_of(model), attention_backend=attention_backend, batch_invariant=batch_invariant
+        settings, limits, attention_backend=attention_backend, batch_invariant=batch_invariant
     )
     adapter = TokenizerAdapter(tokenizer)
     matchers = Matchers(adapter, config.vocab_size)
     engine = Engine(config, TorchRunner(model, config, matchers), adapter)
+    if settings.logging_step_interval:
+        _log_steps(engine, settings)
     return Parts(engine, Intake(config, adapter, engine.next_request_id, matchers), adapter)
 
 
@@ -103,7 +121,22 @@ def _check_wrapper(inference_wrapper_cls: type | None) -> None:
         )
 
 
-def _limits_of(model: torch.nn.Module) -> ModelLimits:
+def _log_steps(engine: Engine, settings: InferenceConfig) -> None:
+    """Makes an engine report every `logging_step_interval` steps.
+
+    Raises: ValueError, TypeError as `StepLog`.
+    """
+    reporting = weakref.ref(engine)  # which holds what reports of it
+
+    def stats() -> EngineStats:
+        reported = reporting()
+        return EngineStats() if reported is None else reported.stats()
+
+    steps = StepLog(settings.logging_step_interval, settings.metrics_writer, stats)
+    engine.times.on_result = steps.observe
+
+
+def _limits_of(model: torch.nn.Module, settings: InferenceConfig) -> ModelLimits:
     shape = ModelHook(model).shape
     per_token = sum(
         layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) * shape.dtype.itemsize
@@ -115,8 +148,21 @@ def _limits_of(model: torch.nn.Module) -> ModelLimits:
         device_type=shape.device.type,
         max_positions=shape.max_positions,
         free_bytes=free_bytes(shape.device),
-        sampling_seed=getattr(model.config, "inference_sampling_seed", 42),
+        sampling_seed=_sampling_seed(model.config, settings),
     )
+
+
+def _sampling_seed(model_config: object, settings: InferenceConfig) -> int:
+    """Gives the model's seed; each data-parallel rank has its own, unless the config says otherwise."""
+    seed: int = getattr(model_config, "inference_sampling_seed", 42)
+    is_offset = getattr(settings, "offset_sampling_seed_by_dp_rank", True)
+    if not is_offset or getattr(model_config, "deterministic_mode", False):
+        return seed
+    group = getattr(settings.pg_collection, "dp", None)
+    if group is not None:
+        return seed + distributed.get_rank(group)
+    is_parallel = distributed.is_initialized() and parallel_state.is_initialized()
+    return seed + parallel_state.get_data_parallel_rank() if is_parallel else seed
 
 
 def _warn_of_unused(settings: InferenceConfig) -> None:

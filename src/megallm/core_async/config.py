@@ -6,7 +6,7 @@ neither megatron nor torch.
 
 import logging
 from enum import Enum
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, TypedDict
 
 from msgspec import Struct
 
@@ -93,6 +93,18 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     attention_backend: str = "auto"
     batch_invariant: bool = False
     """Log-probs of generated tokens are equal to the bit to those of scoring the text."""
+    num_graphs: int | None = None
+    """Sizes of decode steps, and of mixed ones, that are captured as CUDA graphs at most; 0 is none, and
+    every step runs op by op; None is as many as were measured to pay: `num_cuda_graphs`, whose -1 is None."""
+    num_mixed_graphs: int | None = None
+    """The same for steps that are not of decode rows alone: `cuda_graph_mixed_prefill_count`, and 0 where
+    `use_cuda_graphs_for_non_decode_steps` is False."""
+    max_graph_tokens: int | None = None
+    """Tokens of the largest mixed step that is captured: `max_tokens` where `cuda_graph_all_prefills`, else
+    `cuda_graph_max_tokens`, whose default, 512, counts as not set: None is 4,096, as measured."""
+    spaces_graphs_evenly: bool = False
+    """Sizes are at even distances where `num_graphs` bounds them, not each half of the next:
+    `cuda_graph_sizing_distribution`."""
 
     @classmethod
     def derive(
@@ -129,6 +141,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             processes_log_probs=_processes_log_probs(settings),
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
+            **_graph_limits(settings, max_tokens),
         )
 
 
@@ -221,6 +234,42 @@ def _processes_log_probs(settings: InferenceSettings) -> bool:
             f"InferenceConfig.logprobs_mode is {mode!r}; it must be raw_logprobs or processed_logprobs"
         )
     return mode == "processed_logprobs"
+
+
+class _GraphLimits(TypedDict):
+    num_graphs: int | None
+    num_mixed_graphs: int | None
+    max_graph_tokens: int | None
+    spaces_graphs_evenly: bool
+
+
+def _graph_limits(settings: InferenceSettings, max_tokens: int) -> _GraphLimits:
+    """Reads what a version of megatron-core has of the fields of CUDA graphs."""
+    num_graphs: int | None = getattr(settings, "num_cuda_graphs", None)
+    if num_graphs is not None and num_graphs < -1:
+        raise ValueError(
+            f"InferenceConfig.num_cuda_graphs is {num_graphs}; it must be at least 0, or -1 for as many as pay"
+        )
+    num_mixed: int | None = getattr(settings, "cuda_graph_mixed_prefill_count", _MIXED_GRAPHS)
+    if not getattr(settings, "use_cuda_graphs_for_non_decode_steps", True):
+        num_mixed = 0
+    largest: int = getattr(settings, "cuda_graph_max_tokens", _GRAPH_TOKENS)
+    spacing = _value_of(getattr(settings, "cuda_graph_sizing_distribution", "exponential"))
+    takes_all = getattr(settings, "cuda_graph_all_prefills", False)
+    return {
+        "num_graphs": None if num_graphs == -1 else num_graphs,
+        "num_mixed_graphs": _at_least("cuda_graph_mixed_prefill_count", num_mixed or 0, 0),
+        "max_graph_tokens": max_tokens
+        if takes_all
+        else None
+        if largest == _GRAPH_TOKENS
+        else _at_least("cuda_graph_max_tokens", largest, 1),
+        "spaces_graphs_evenly": spacing == "linear",
+    }
+
+
+_MIXED_GRAPHS, _GRAPH_TOKENS = 16, 512
+"""Upstream's defaults."""
 
 
 def _value_of(setting: Enum | str) -> str:

@@ -127,7 +127,7 @@ class Engine:
             BlockPool(
                 config.num_blocks,
                 config.block_size,
-                keeps_cached=config.keeps_cached,
+                keeps_cached=config.keeps_cached and config.shares_prefixes,
                 max_held=config.max_held_blocks,
             )
         )

@@ -1,7 +1,7 @@
 """What MegatronLLM and MegatronAsyncLLM have in common: construction, properties, the mode's rules."""
 
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
 from torch import distributed
@@ -11,13 +11,21 @@ from megallm.core_async.config import EngineConfig
 from megallm.core_async.engine import Engine
 from megallm.core_async.generation import Outcome, results_of
 from megallm.core_async.intake import Call
-from megallm.core_async.plan.prompts import one_prompt
+from megallm.core_async.plan.prompts import Prompts, one_prompt
 from megallm.core_async.result import Result
 from megallm.core_async.sampling_params import SamplingParams
+from megallm.core_async.structured import FIELDS
 from megallm.core_async.tokenizers import TokenizerAdapter
+
+if TYPE_CHECKING:
+    from megallm.http.running import RunningServer, Submit
+    from megallm.http.serve_config import ServeConfig
 
 type Params = MegatronSamplingParams | list[MegatronSamplingParams] | list[SamplingParams] | None
 """One for all prompts, or one for each; megatron-core's own class or ours. None: the defaults."""
+
+LONG_CALL = 20_000
+"""Characters of prompts from which on they are tokenised off the loop."""
 
 
 def scoring_params(top_n_logprobs: int) -> SamplingParams:
@@ -27,12 +35,27 @@ def scoring_params(top_n_logprobs: int) -> SamplingParams:
     )
 
 
+def takes_long(prompts: Prompts, sampling_params: Params) -> bool:
+    """Whether a call is to be checked and tokenised off the loop: long texts, or a grammar to compile."""
+    num_characters = (
+        len(prompts)
+        if isinstance(prompts, str)
+        else sum(len(each) for each in prompts if isinstance(each, str))
+    )
+    given = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+    has_grammar = any(getattr(params, field, None) is not None for params in given for field in FIELDS)
+    return has_grammar or num_characters > LONG_CALL
+
+
 class LLMBase:
     """The parts of one engine and the rules of its mode; starts nothing."""
 
     def __init__(self, parts: Parts, *, use_coordinator: bool) -> None:
         self._parts = parts
         self._use_coordinator = use_coordinator
+
+    _servers: "tuple[RunningServer, ...]" = ()
+    """Those that were started, the oldest first."""
 
     @property
     def engine(self) -> Engine:
@@ -84,6 +107,34 @@ class LLMBase:
             raise RuntimeError(
                 f"generate() runs on the primary rank in coordinator mode; this is global rank {rank}"
             )
+
+    def _start_server(
+        self, config: "ServeConfig", submit: "Submit", *, ends_with_engine: bool
+    ) -> "RunningServer":
+        """Starts a server in the engine's loop.
+
+        Raises: ValueError in direct mode; TypeError; OSError when the port can't be had.
+        """
+        # the server stands on the floor above, and a program that never serves does not load it
+        from megallm.http.running import start_server  # noqa: PLC0415
+
+        if not self._use_coordinator:
+            raise ValueError("serve() requires use_coordinator=True; this engine is in direct mode")
+        parts = self._parts
+        server = start_server(
+            parts.engine,
+            parts.tokenizer,
+            config,
+            parts.intake.check_grammar,
+            submit,
+            ends_with_engine=ends_with_engine,
+        )
+        self._servers = (*self._servers, server)
+        return server
+
+    async def _close_servers(self) -> None:
+        for server in self._servers:
+            await server.aclose()
 
     def _require_coordinator(self, call: str, *, unused: Coroutine[Any, Any, object] | None = None) -> None:
         if not self._use_coordinator:

@@ -5,12 +5,20 @@ import time
 from typing import Protocol
 
 import anyio
+import anyio.lowlevel
 from msgspec import Struct
 
 from megallm.core_async.engine import Engine
 from megallm.core_async.intake import Call
 from megallm.core_async.messages import Completion, NewRequest, Progress, RequestId
-from megallm.core_async.result import Result, Times, completed_result, empty_result, failed_result
+from megallm.core_async.result import (
+    Result,
+    Times,
+    completed_result,
+    draft_result,
+    empty_result,
+    failed_result,
+)
 from megallm.core_async.tokenizers import TokenizerAdapter
 
 
@@ -26,6 +34,39 @@ class ProgressReader(Protocol):
         ...
 
 
+class Drafts:
+    """Results of a call made ahead, one by one while the engine works: the output is filled in at the end.
+
+    Made in the loop, so long prompts are left out: their results are made at the end, like the caller's own.
+    """
+
+    MAX_TOKENS = 4096
+    """Of a prompt whose result is made ahead."""
+
+    def __init__(self, call: Call, tokenizer: TokenizerAdapter) -> None:
+        self._tokenizer = tokenizer
+        self._made: dict[RequestId, Result] = {}
+        self._left = iter(
+            [
+                entry
+                for entry in call.entries
+                if entry.request is not None and len(entry.token_ids) <= self.MAX_TOKENS
+            ]
+        )
+
+    def make_one(self) -> bool:
+        """Makes the next one; False when nothing is left."""
+        entry = next(self._left, None)
+        if entry is None:
+            return False
+        self._made[entry.request_id] = draft_result(entry, self._tokenizer)
+        return True
+
+    def pop(self, request_id: RequestId) -> Result | None:
+        """Gives a result that was made ahead, once."""
+        return self._made.pop(request_id, None)
+
+
 class Outcome(Struct):
     """What the engine gave for one call."""
 
@@ -34,21 +75,27 @@ class Outcome(Struct):
     """Loop time of the submission."""
     epoch_s: float
     """Wall time, in seconds since 1970, of loop time 0."""
+    drafts: Drafts | None = None
 
 
 async def run_to_completion(
-    engine: Engine, requests: list[NewRequest], reader: ProgressReader | None
+    engine: Engine,
+    requests: list[NewRequest],
+    reader: ProgressReader | None,
+    drafts: Drafts | None = None,
 ) -> Outcome:
     """Runs requests until each has ended. A cancel aborts them; their blocks are free by the next step.
 
     Raises: EngineBusy, EngineStoppedError, EngineDeadError.
     """
     now = anyio.current_time()
-    outcome = Outcome({}, now, time.time() - now)
+    outcome = Outcome({}, now, time.time() - now, drafts)
     if not requests:
         engine.check_alive()
         return outcome
     with contextlib.closing(await engine.submit(requests)) as outbox:
+        while drafts is not None and drafts.make_one():
+            await anyio.lowlevel.checkpoint()  # the engine goes first
         while len(outcome.completions) < len(requests):
             for parcel in await outbox.take():
                 if isinstance(parcel, Completion):
@@ -73,5 +120,6 @@ def results_of(
         else:
             completion = outcome.completions[entry.request_id]
             times = Times(outcome.submitted_s, outcome.epoch_s, tracks_pauses=tracks_pauses)
-            results.append(completed_result(entry, completion, tokenizer, times))
+            draft = None if outcome.drafts is None else outcome.drafts.pop(entry.request_id)
+            results.append(completed_result(entry, completion, tokenizer, times, draft))
     return results

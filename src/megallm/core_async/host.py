@@ -1,5 +1,6 @@
 """An engine on a private loop thread, for callers with no loop of their own or with another one."""
 
+import os
 import threading
 import warnings
 import weakref
@@ -9,7 +10,7 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
 from megallm.core_async.engine import Engine
-from megallm.core_async.errors import EngineStoppedError
+from megallm.core_async.errors import EngineStoppedError, LifecycleError
 from megallm.core_async.loop_thread import Backend, LoopThread
 
 ABORT_S = 0.9
@@ -25,6 +26,7 @@ class EngineHost:
         Raises: what the engine's start raised; nothing is left running then.
         """
         self._engine = engine
+        self._process = os.getpid()
         self._loop = LoopThread(backend)
         try:
             self._loop.submit(self._loop.start_task, engine.run).result()
@@ -42,11 +44,21 @@ class EngineHost:
         """Whether the caller runs in the engine's loop."""
         return self._loop.is_current
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the engine runs in this process: a fork of it has no thread but the one that forked."""
+        return os.getpid() == self._process
+
     def submit[*A, T](self, function: Callable[[*A], Awaitable[T]], *args: *A) -> Future[T]:
         """Starts a call in the engine's loop; cancelling the future cancels it.
 
-        Raises: EngineStoppedError or EngineDeadError when the loop has ended.
+        Raises: EngineStoppedError or EngineDeadError when the loop has ended; LifecycleError in a fork.
         """
+        if not self.is_here:
+            raise LifecycleError(
+                f"the engine runs in process {self._process}, and process {os.getpid()} is a fork of it;"
+                " start an engine here, or fork before"
+            )
         try:
             return self._loop.submit(function, *args)
         except RuntimeError as refusal:
@@ -104,7 +116,10 @@ class EngineHost:
         """Stops the engine and the loop, and joins the thread; idempotent.
 
         On the loop's own thread, where a forgotten owner may be collected, it only asks for the stop.
+        In a fork of the process there is nothing to stop.
         """
+        if not self.is_here:
+            return
         try:
             stopped = self._loop.submit(self._engine.shutdown)
         except RuntimeError:  # the loop has ended: another thread has closed the host
@@ -126,6 +141,8 @@ async def _awaited[T](coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _close_forgotten(host: EngineHost, name: str) -> None:
+    if not host.is_here:
+        return
     if threading.current_thread() is threading.main_thread():  # as at exit, when no thread can start
         host.close()
     else:  # the collector may run on a thread that is to be joined

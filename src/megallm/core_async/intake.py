@@ -98,9 +98,20 @@ class Intake:
             )
         return Call(entries, is_single)
 
+    def check_grammar(self, grammar: str) -> None:
+        """Compiles a grammar for the engine's steps, as `prepare` does for its own calls; see Matchers.
+
+        Raises: ValueError.
+        """
+        self._matchers.check(grammar)
+
     def _fill(self, entry: Entry, resolved: Resolved, *, is_streamed: bool, reports_progress: bool) -> None:
         """Tokenises one prompt and writes its request, or why there is none."""
-        entry.token_ids = self._token_ids(entry.prompt, resolved)
+        try:
+            entry.token_ids = self._token_ids(entry.prompt, resolved)
+        except InvalidRequestError as error:
+            entry.error = error
+            return
         max_new = self._max_new_tokens(entry, resolved)
         has_scores = resolved.scores_prompt and len(entry.token_ids) > 1  # the first token has none
         if entry.error is not None or not (max_new or has_scores):

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import torch
@@ -14,8 +14,8 @@ from megatron.core.inference.config import InferenceConfig
 from megallm.core_async.builder import build
 from megallm.core_async.config import check_epoch
 from megallm.core_async.errors import EngineStoppedError
-from megallm.core_async.facade import LLMBase, Params, scoring_params
-from megallm.core_async.generation import run_to_completion
+from megallm.core_async.facade import LLMBase, Params, scoring_params, takes_long
+from megallm.core_async.generation import Drafts, run_to_completion
 from megallm.core_async.host import EngineHost
 from megallm.core_async.intake import Call
 from megallm.core_async.kit.call_queue import CallQueue
@@ -24,12 +24,13 @@ from megallm.core_async.loop_thread import Backend
 from megallm.core_async.plan.prompts import Prompt, Prompts
 from megallm.core_async.result import Result
 from megallm.core_async.streaming import AsyncStream, StreamState
-from megallm.core_async.structured import FIELDS
+
+if TYPE_CHECKING:
+    from megallm.http.running import RunningServer
+    from megallm.http.serve_config import ServeConfig
 
 STOP_S = 15.0
 """How long leaving the block waits for the engine's stop, also when it is cancelled."""
-LONG_CALL = 20_000
-"""Characters of prompts from which on they are tokenised off the loop."""
 
 
 class MegatronAsyncLLM(LLMBase):
@@ -101,10 +102,13 @@ class MegatronAsyncLLM(LLMBase):
     ) -> None:
         """Shuts down; never suppresses."""
         assert self._tasks is not None
-        with anyio.move_on_after(STOP_S, shield=True):
-            await self._parts.engine.shutdown()
-        self._tasks.cancel_scope.cancel()
-        await self._tasks.__aexit__(None, None, None)
+        try:
+            await self._close_servers()
+        finally:
+            with anyio.move_on_after(STOP_S, shield=True):
+                await self._parts.engine.shutdown()
+            self._tasks.cancel_scope.cancel()
+            await self._tasks.__aexit__(None, None, None)
 
     async def generate(
         self,
@@ -123,7 +127,10 @@ class MegatronAsyncLLM(LLMBase):
         runs; EngineBusy, EngineStoppedError, EngineDeadError.
         """
         call = await self._prepare(prompts, sampling_params, multi_modal_data)
-        outcome = await self._in_engine_loop(run_to_completion, self._parts.engine, call.requests, None)
+        drafts = Drafts(call, self._parts.tokenizer)
+        outcome = await self._in_engine_loop(
+            run_to_completion, self._parts.engine, call.requests, None, drafts
+        )
         results = self._results(call, outcome)
         return results[0] if call.is_single else results
 
@@ -222,12 +229,31 @@ class MegatronAsyncLLM(LLMBase):
         await self.resume()
         await self.unpause()
 
+    async def serve(self, serve_config: "ServeConfig", *, blocking: bool = True) -> "RunningServer | None":
+        """Serves the OpenAI API over HTTP; see MegatronLLM. What it gives has `aclose` beside `stop`.
+
+        A cancel stops the server at once. Raises: as MegatronLLM's.
+        """
+        if not self.is_primary_rank:
+            if blocking:
+                await self.wait_for_shutdown()
+            return None
+        submit = self._started_host().submit if self._calls is None else self._calls.submit
+        server = self._start_server(serve_config, submit, ends_with_engine=blocking)
+        if not blocking:
+            await server.started()
+            return server
+        with server.stopping_on_signals():
+            await server.wait_closed()
+        return None
+
     async def shutdown(self) -> None:
-        """Stops the engine and gives the model back; idempotent.
+        """Stops the servers and the engine, and gives the model back; idempotent.
 
         Pending calls end with EngineStoppedError.
         """
         self._is_closed = True
+        await self._close_servers()
         if self._tasks is not None:
             await self._parts.engine.shutdown()
         elif self._host is not None:
@@ -289,7 +315,7 @@ class MegatronAsyncLLM(LLMBase):
 
     async def _prepare(self, prompts: Prompts, sampling_params: Params, multi_modal_data: object) -> Call:
         """Checks and tokenises, off the loop when that takes long."""
-        if _num_characters(prompts) > LONG_CALL or _has_grammar(sampling_params):
+        if takes_long(prompts, sampling_params):
             return await anyio.to_thread.run_sync(self._call, prompts, sampling_params, multi_modal_data)
         return self._call(prompts, sampling_params, multi_modal_data)
 
@@ -313,17 +339,3 @@ class MegatronAsyncLLM(LLMBase):
 
 async def _awaited[T](coroutine: Coroutine[Any, Any, T]) -> T:
     return await coroutine
-
-
-def _has_grammar(sampling_params: Params) -> bool:
-    """Whether a grammar is to be compiled, which may take seconds."""
-    given = sampling_params if isinstance(sampling_params, list) else [sampling_params]
-    return any(getattr(params, field, None) is not None for params in given for field in FIELDS)
-
-
-def _num_characters(prompts: Prompts) -> int:
-    return (
-        len(prompts)
-        if isinstance(prompts, str)
-        else sum(len(each) for each in prompts if isinstance(each, str))
-    )

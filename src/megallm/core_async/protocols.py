@@ -59,11 +59,11 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def tokenize(self, text: str) -> list[int]:
-        """Gives the ids of a text, a leading bos where the tokenizer adds one."""
+        """Gives the ids of a text; raises InvalidRequestError for one that has none."""
         ...
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Gives the text of ids."""
+        """Gives the text of ids; raises RequestFailedError where it can't, which fails that request alone."""
         ...
 
 

@@ -12,7 +12,7 @@ from megatron.core.inference.inference_request import (
 )
 from msgspec import Struct
 
-from megallm.core_async.errors import InvalidRequestError
+from megallm.core_async.errors import InvalidRequestError, RequestFailedError
 from megallm.core_async.intake import Entry
 from megallm.core_async.messages import Completion
 from megallm.core_async.plan.output import Place, by_text
@@ -39,10 +39,8 @@ class Result(DynamicInferenceRequest):
 def failed_result(entry: Entry, error: InvalidRequestError, tokenizer: TokenizerAdapter) -> Result:
     """Gives the result of a prompt that could not run; its last events say why."""
     result = _result(entry, tokenizer)
-    result.status = Status.FAILED
     result.finish_reason = "error"
-    result.add_event_error_nontransient(error)
-    result.add_event_fail()
+    _add_failure(result, error)
     return result
 
 
@@ -69,11 +67,20 @@ class Times(Struct, frozen=True):
     tracks_pauses: bool = False
 
 
+def draft_result(entry: Entry, tokenizer: TokenizerAdapter) -> Result:
+    """Gives what is known of a result before its prompt has run: all that comes from the prompt."""
+    return _result(entry, tokenizer)
+
+
 def completed_result(
-    entry: Entry, completion: Completion, tokenizer: TokenizerAdapter, times: Times
+    entry: Entry,
+    completion: Completion,
+    tokenizer: TokenizerAdapter,
+    times: Times,
+    draft: Result | None = None,
 ) -> Result:
-    """Gives the result of a prompt that ran."""
-    result = _result(entry, tokenizer)
+    """Gives the result of a prompt that ran; `draft`, where there is one, filled in."""
+    result = _result(entry, tokenizer) if draft is None else draft
     result.status = Status.COMPLETED
     result.generated_tokens = completion.token_ids
     result.generated_length = len(completion.token_ids)
@@ -84,8 +91,12 @@ def completed_result(
     result.num_evictions = completion.num_preemptions
     result.policy_epoch = _marks(completion.policy_epoch)
     result.kv_cache_epoch = _marks(completion.kv_cache_epoch)
-    _add_log_probs(result, completion, tokenizer)
-    _add_segments(result, entry.token_ids, tokenizer)
+    failure = RequestFailedError(str(completion.stop_reason)) if completion.finish_reason == "error" else None
+    try:
+        _add_log_probs(result, completion, tokenizer)
+        _add_segments(result, entry.token_ids, tokenizer)
+    except RequestFailedError as error:
+        failure = failure or error
     first_s, last_s = completion.first_token_s, completion.last_token_s
     if first_s is not None and last_s is not None:
         result.ttft = first_s - times.submitted_s
@@ -93,13 +104,18 @@ def completed_result(
         if result.generated_length > 1:
             result.tpot = [(last_s - first_s) / (result.generated_length - 1)]
     _add_events(result, completion, times)
-    if completion.finish_reason == "error":
-        result.status = Status.FAILED
-        result.add_event_error_nontransient(InvalidRequestError(str(completion.stop_reason)))
-        result.add_event_fail()
-    else:
+    if failure is None:
         result.add_event_finish()
+    else:
+        result.finish_reason, result.stop_reason = "error", str(failure)
+        _add_failure(result, failure)
     return result
+
+
+def _add_failure(result: Result, error: InvalidRequestError | RequestFailedError) -> None:
+    result.status = Status.FAILED
+    result.add_event_error_nontransient(error)
+    result.add_event_fail()
 
 
 def _add_events(result: Result, completion: Completion, times: Times) -> None:
@@ -156,7 +172,7 @@ def _result(entry: Entry, tokenizer: TokenizerAdapter) -> Result:
         bounds = torch.iinfo(torch.int64)
         token_ids = [min(max(token, bounds.min), bounds.max) for token in token_ids]  # may not fit
     if not isinstance(prompt, str):
-        prompt = tokenizer.detokenize(token_ids) if entry.error is None else None
+        prompt = _text_of(token_ids, tokenizer) if entry.error is None else None
     return Result(
         request_id=entry.request_id,
         prompt=prompt,
@@ -167,3 +183,11 @@ def _result(entry: Entry, tokenizer: TokenizerAdapter) -> Result:
         generated_length=0,
         generated_text="",
     )
+
+
+def _text_of(token_ids: list[int], tokenizer: TokenizerAdapter) -> str | None:
+    """Gives a prompt's text, which came as ids; None where the tokenizer has none for them."""
+    try:
+        return tokenizer.detokenize(token_ids)
+    except RequestFailedError:
+        return None

@@ -1,5 +1,7 @@
 """Where the time of a step goes: the last step's seconds, and sums that a benchmark reads and divides."""
 
+from collections.abc import Callable
+
 from msgspec import structs
 
 from megallm.core_async.messages import EngineStats, StepResult, StepSplit
@@ -21,6 +23,8 @@ class StepTimes:
         self.forward_s = 0.0
         self.sample_s = 0.0
         self.post_s = 0.0
+        self.on_result: Callable[[StepResult], None] | None = None
+        """Who else hears of each result; called in the engine's loop, so it is quick and never raises."""
         self._last_plan_s = 0.0
         self._last_post_s = 0.0
         self._last: StepResult | None = None
@@ -38,6 +42,8 @@ class StepTimes:
         self.prepare_s += result.prepare_s
         self.forward_s += result.forward_s
         self.sample_s += result.sample_s
+        if self.on_result is not None:
+            self.on_result(result)
 
     def add_post(self, seconds: float) -> None:
         """Adds one batch of the detokeniser."""

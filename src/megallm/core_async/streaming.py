@@ -130,6 +130,11 @@ def joined(first: Delta, second: Delta) -> Delta:
         top_n_logprobs=_joined_lists(first.top_n_logprobs, second.top_n_logprobs),
         finish_reason=second.finish_reason,
         stop_reason=second.stop_reason,
+        request_id=second.request_id,
+        top=_joined_lists(first.top, second.top),
+        prompt_log_probs=_joined_lists(first.prompt_log_probs, second.prompt_log_probs),
+        prompt_top=_joined_lists(first.prompt_top, second.prompt_top),
+        ending=second.ending,
     )
 
 

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megallm.core_async.errors import InvalidRequestError, RequestFailedError
+
 
 class TokenizerAdapter:
     """The engine's view of a user's tokenizer; implements `protocols.Tokenizer`.
@@ -27,13 +29,32 @@ class TokenizerAdapter:
         return int(self.wrapped.vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
-        """Gives the ids of a text, without a leading bos."""
-        ids = list(self._encode(text))
-        return ids[1:] if ids and self.bos is not None and ids[0] == self.bos else ids
+        """Gives the ids of a text, without any leading bos: as upstream, which then adds the one asked for.
+
+        Raises: InvalidRequestError when the tokenizer raises, as many do for half a surrogate pair.
+        """
+        try:
+            ids = list(self._encode(text))
+        except Exception as error:
+            raise InvalidRequestError(f"the tokenizer can't take the prompt: {_said(error)}") from error
+        num_bos = 0
+        while self.bos is not None and num_bos < len(ids) and ids[num_bos] == self.bos:
+            num_bos += 1
+        return ids[num_bos:]
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Gives the text of ids, special tokens left out where the tokenizer can do that."""
-        return self._decode(list(tokens))
+        """Gives the text of ids, special tokens left out where the tokenizer can do that.
+
+        Raises: RequestFailedError when the tokenizer raises.
+        """
+        try:
+            return self._decode(list(tokens))
+        except Exception as error:
+            raise RequestFailedError(f"the tokenizer can't give its text: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _functions(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:

@@ -1,24 +1,58 @@
 """What every kind of checkpoint gives: hyperparameters, tensors and a tokenizer.
 
 A reader of one file format implements `Checkpoint`; the model builder takes nothing else. Tensors
-go by the names and in the row order of Hugging Face's Llama (`model.layers.0.self_attn.q_proj.weight`,
-rotary halves side by side), whatever a file calls them and however it orders them. Knows no file
-format and no megatron module.
+go by the names and in the row order of Hugging Face's Llama and Qwen3-MoE
+(`model.layers.0.self_attn.q_proj.weight`, rotary halves side by side), whatever a file calls them and
+however it orders them. Knows no file format and no megatron module.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from megallm.core_async.errors import ModelFileError
-from megallm.models.tokenizer import ByteLevelTokenizer
+from megallm.models.base_tokenizer import ModelTokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RopeScaling(Struct, frozen=True, kw_only=True):
+    """How rotary frequencies were changed so that longer texts fit; see rotary.py for each kind."""
+
+    kind: Literal["linear", "llama3", "yarn", "factors"]
+    factor: float = 1.0
+    original_positions: int = 0
+    """Tokens of context before the change."""
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    fast_rotations: float = 32.0
+    slow_rotations: float = 1.0
+    is_truncated: bool = True
+    """YaRN's bounds are whole dimensions."""
+    attention_factor: float = 1.0
+    """On cosines and sines."""
+    divisors: tuple[float, ...] = ()
+    """Of the frequencies, one by one, where the kind is "factors"."""
+
+
+class Experts(Struct, frozen=True, kw_only=True):
+    """The mixture of experts that stands in place of the MLP."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts that run for a token."""
+    ffn_size: int
+    is_renormalised: bool
+    """The shares of the chosen experts sum to one."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, that have a plain MLP instead."""
 
 
 class Hyperparameters(Struct, frozen=True, kw_only=True):
-    """The numbers that fix a decoder with RMSNorm, rotary positions and gated SiLU, without biases."""
+    """The numbers that fix a decoder with RMSNorm, rotary positions and gated SiLU."""
 
     num_layers: int
     hidden_size: int
@@ -34,6 +68,25 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
     norm_epsilon: float
     is_tied: bool
     """The output projection is the embedding."""
+    rotary_dim: int | None = None
+    """Dimensions of a head that turn; None is all."""
+    rope_scaling: RopeScaling | None = None
+    unturned_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, without rotary positions."""
+    window: int | None = None
+    """How many tokens before its own a query sees in the layers of `windowed_layers`."""
+    windowed_layers: tuple[int, ...] = ()
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    """The attention's output projection has a bias."""
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    """Queries and keys are normed, head by head."""
+    experts: Experts | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Says whether a layer, counted from 0, has experts in place of its MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def check(self, path: Path) -> None:
         """Refuses numbers that no such decoder has.
@@ -53,6 +106,15 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
             raise ModelFileError(
                 f"{path}: head_dim is {self.head_dim}, rotary positions need an even one; the file is damaged"
             )
+        if self.rotary_dim is not None and not 0 < self.rotary_dim <= self.head_dim:
+            raise ModelFileError(
+                f"{path}: rotary_dim is {self.rotary_dim}, head_dim is {self.head_dim}; the file is damaged"
+            )
+        if self.experts is not None and not 0 < self.experts.num_chosen <= self.experts.num_experts:
+            raise ModelFileError(
+                f"{path}: {self.experts.num_chosen} of {self.experts.num_experts} experts run for a token; "
+                "the file is damaged"
+            )
 
 
 class TensorSpec(Struct, frozen=True):
@@ -64,26 +126,49 @@ class TensorSpec(Struct, frozen=True):
 
 def tensor_specs(size: Hyperparameters) -> list[TensorSpec]:
     """Gives every tensor that a checkpoint with these hyperparameters holds, and no other."""
-    hidden, ffn = size.hidden_size, size.ffn_size
-    query, kv = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
-    specs = [TensorSpec("model.embed_tokens.weight", (size.vocab_size, hidden))]
+    specs = [TensorSpec("model.embed_tokens.weight", (size.vocab_size, size.hidden_size))]
     for layer in range(size.num_layers):
         prefix = f"model.layers.{layer}."
-        specs += [
-            TensorSpec(prefix + "input_layernorm.weight", (hidden,)),
-            TensorSpec(prefix + "self_attn.q_proj.weight", (query, hidden)),
-            TensorSpec(prefix + "self_attn.k_proj.weight", (kv, hidden)),
-            TensorSpec(prefix + "self_attn.v_proj.weight", (kv, hidden)),
-            TensorSpec(prefix + "self_attn.o_proj.weight", (hidden, query)),
-            TensorSpec(prefix + "post_attention_layernorm.weight", (hidden,)),
-            TensorSpec(prefix + "mlp.gate_proj.weight", (ffn, hidden)),
-            TensorSpec(prefix + "mlp.up_proj.weight", (ffn, hidden)),
-            TensorSpec(prefix + "mlp.down_proj.weight", (hidden, ffn)),
-        ]
-    specs.append(TensorSpec("model.norm.weight", (hidden,)))
+        shapes = [*_attention_shapes(size), *_mlp_shapes(size, layer)]
+        specs += [TensorSpec(prefix + name, shape) for name, shape in shapes]
+    specs.append(TensorSpec("model.norm.weight", (size.hidden_size,)))
     if not size.is_tied:
-        specs.append(TensorSpec("lm_head.weight", (size.vocab_size, hidden)))
+        specs.append(TensorSpec("lm_head.weight", (size.vocab_size, size.hidden_size)))
     return specs
+
+
+def _attention_shapes(size: Hyperparameters) -> Iterator[tuple[str, tuple[int, ...]]]:
+    query, kv = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
+    yield "input_layernorm.weight", (size.hidden_size,)
+    for name, rows in (("q", query), ("k", kv), ("v", kv)):
+        yield f"self_attn.{name}_proj.weight", (rows, size.hidden_size)
+        if size.has_qkv_bias:
+            yield f"self_attn.{name}_proj.bias", (rows,)
+    yield "self_attn.o_proj.weight", (size.hidden_size, query)
+    if size.has_output_bias:
+        yield "self_attn.o_proj.bias", (size.hidden_size,)
+    if size.has_qk_norm:
+        yield "self_attn.q_norm.weight", (size.head_dim,)
+        yield "self_attn.k_norm.weight", (size.head_dim,)
+    yield "post_attention_layernorm.weight", (size.hidden_size,)
+
+
+def _mlp_shapes(size: Hyperparameters, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = size.hidden_size
+    if size.experts is not None and size.has_experts(layer):
+        yield "mlp.gate.weight", (size.experts.num_experts, hidden)
+        for expert in range(size.experts.num_experts):
+            for name, shape in _gated_shapes(hidden, size.experts.ffn_size):
+                yield f"mlp.experts.{expert}.{name}.weight", shape
+        return
+    for name, shape in _gated_shapes(hidden, size.ffn_size):
+        yield f"mlp.{name}.weight", shape
+        if size.has_mlp_bias:
+            yield f"mlp.{name}.bias", shape[:1]
+
+
+def _gated_shapes(hidden: int, ffn: int) -> tuple[tuple[str, tuple[int, int]], ...]:
+    return ("gate_proj", (ffn, hidden)), ("up_proj", (ffn, hidden)), ("down_proj", (hidden, ffn))
 
 
 class Checkpoint(Protocol):
@@ -95,10 +180,10 @@ class Checkpoint(Protocol):
     @property
     def hyperparameters(self) -> Hyperparameters: ...
 
-    def read(self, name: str) -> NDArray[np.float32]:
-        """Gives one tensor of `tensor_specs`, in memory of its own."""
+    def read(self, name: str) -> "torch.Tensor":
+        """Gives one tensor of `tensor_specs`, on the CPU, as floating point, in memory of its own."""
         ...
 
-    def tokenizer(self) -> ByteLevelTokenizer:
+    def tokenizer(self) -> ModelTokenizer:
         """Builds the tokenizer."""
         ...

@@ -5,64 +5,83 @@ when `load_model` runs, not before.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
+from megallm.models.base_tokenizer import ModelTokenizer
 from megallm.models.catalog import KNOWN_MODELS, fetch
 from megallm.models.checkpoint import Checkpoint
+from megallm.models.gguf_checkpoint import GgufCheckpoint
 from megallm.models.gguf_file import GgufFile
-from megallm.models.gguf_llama import GgufLlama
-from megallm.models.tokenizer import ByteLevelTokenizer
+from megallm.models.gguf_tokenizer import build_tokenizer as build_gguf_tokenizer
+from megallm.models.hf_folder import HfFolder
+from megallm.models.hf_tokenizer import build_tokenizer as build_hf_tokenizer
+from megallm.models.torch_dist import TorchDistFolder, is_torch_dist
 
 if TYPE_CHECKING:
     import torch
-    from megatron.core.models.gpt import GPTModel
+
+    from megallm.models.gpt import ModelClass
+
+MODEL_CLASSES: Final = ("gpt", "hybrid")
+_GGUF: Final = ".gguf"
 
 
 def load_model(
     source: str | Path,
     *,
-    dtype: "torch.dtype | None" = None,
+    dtype: "torch.dtype | str | None" = None,
     device: "torch.device | str | None" = None,
+    tp: int = 1,
+    pp: int = 1,
+    tokenizer: str | Path | None = None,
+    model_class: "ModelClass" = "gpt",
     cache_dir: Path | None = None,
-) -> "tuple[GPTModel, ByteLevelTokenizer]":
+) -> tuple[Any, ModelTokenizer]:  # Any: GPTModel or HybridModel, which are untyped
     """Loads a model, ready to be given to `MegatronLLM`, and its tokenizer.
 
-    `source` is a known name ("smollm2-135m", downloaded into `cache_dir` on first use) or the path
-    of a GGUF file. `device` is the GPU where there is one, else the CPU; `dtype` is float32 on a
-    CPU, bfloat16 on a GPU. The model is in eval mode with frozen parameters. Where nothing set up
-    torch.distributed and megatron's parallel state, they are set up for this process alone.
+    `source` is a known name ("smollm2-135m", downloaded into `cache_dir` on first use), a Hugging Face
+    folder with safetensors, a GGUF file, or a folder of megatron's distributed checkpoints
+    (`torch_dist`). `dtype`, torch's or its name, is float32 on a CPU, bfloat16 on a GPU; `device` is the
+    GPU where there is one, else the CPU. `tokenizer` is the folder or file to take the tokenizer from,
+    where it is not the checkpoint itself. `model_class` is "gpt" or "hybrid". The model is in eval mode
+    with frozen parameters. Where nothing set up torch.distributed and megatron's parallel state, they
+    are set up for this process alone.
 
     Raises: ModelFileError when the file can't be had or read, UnsupportedModelError when it holds
-    something that can't be built.
+    something that can't be built, NotImplementedError for `tp` or `pp` other than 1.
     """
+    _refuse_split(tp, pp)
+    if model_class not in MODEL_CLASSES:
+        raise ValueError(f"model_class is {model_class!r}; it must be one of {', '.join(MODEL_CLASSES)}")
     # first, since what it refuses needs no imports of seconds
     checkpoint = open_checkpoint(find_file(source, cache_dir))
-    tokenizer = checkpoint.tokenizer()
+    chosen = checkpoint.tokenizer() if tokenizer is None else open_tokenizer(tokenizer, cache_dir)
+    _refuse_strange_tokenizer(checkpoint, chosen)
 
     import torch
 
     from megallm.models.megatron_setup import ensure_process_groups, quiet_megatron
 
     where = _device(device)
-    kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
-    if kind not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UnsupportedModelError(f"dtype is {kind}, supported are float32, bfloat16 and float16")
+    kind = _dtype(dtype) or (torch.bfloat16 if where.type == "cuda" else torch.float32)
     with quiet_megatron():
         from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
         from megallm.models.gpt import build_gpt
 
         ensure_process_groups()
-        model = build_gpt(checkpoint, dtype=kind, device=where)
-    MegatronTokenizerBase.register(
-        ByteLevelTokenizer
-    )  # isinstance holds, and the tokenizer needs no megatron
-    return model, tokenizer
+        if isinstance(checkpoint, TorchDistFolder):
+            model = checkpoint.build(dtype=kind, device=where, model_class=model_class)
+        else:
+            model = build_gpt(checkpoint, dtype=kind, device=where, model_class=model_class)
+    # so that isinstance holds, and the tokenizer needs no megatron
+    MegatronTokenizerBase.register(ModelTokenizer)
+    return model, chosen
 
 
 def find_file(source: str | Path, cache_dir: Path | None = None) -> Path:
-    """Gives the path of a source's file, downloading a known model's first where it is missing.
+    """Gives the path of a source's file or folder, downloading a known model's first where it is missing.
 
     Raises: ModelFileError when there is no such name or file.
     """
@@ -72,19 +91,68 @@ def find_file(source: str | Path, cache_dir: Path | None = None) -> Path:
     if not path.exists():
         raise ModelFileError(
             f"{source!s} is neither a file nor a known model; known are {', '.join(KNOWN_MODELS)}; "
-            "give one of them or the path of a GGUF file"
+            "give one of them, or the path of a Hugging Face folder, a GGUF file or a torch_dist checkpoint"
         )
     return path
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path) -> Checkpoint | TorchDistFolder:
     """Opens a checkpoint with the reader for its format and family.
 
     Raises: UnsupportedModelError when there is none, ModelFileError when the file is damaged.
     """
-    if path.is_dir():
-        raise UnsupportedModelError(f"{path} is a folder; supported are GGUF files, so give the path of one")
-    return GgufLlama(GgufFile(path))
+    if not path.is_dir():
+        return GgufCheckpoint(GgufFile(path))
+    if is_torch_dist(path):
+        return TorchDistFolder(path)
+    if not (path / "config.json").exists():
+        raise UnsupportedModelError(
+            f"{path} is a folder with neither config.json (Hugging Face's) nor "
+            "latest_checkpointed_iteration.txt or metadata.json (megatron's torch_dist); give one of those, or "
+            "the path of a GGUF file"
+        )
+    return HfFolder(path)
+
+
+def open_tokenizer(source: str | Path, cache_dir: Path | None = None) -> ModelTokenizer:
+    """Builds a tokenizer without its model: from a known name, a folder, or a tokenizer's or GGUF file.
+
+    Raises: as `find_file`, and as the reader of the format.
+    """
+    path = find_file(source, cache_dir)
+    if path.suffix == _GGUF:
+        return build_gguf_tokenizer(GgufFile(path))
+    return build_hf_tokenizer(path)
+
+
+def _refuse_split(tp: int, pp: int) -> None:
+    for name, ranks in (("tp", tp), ("pp", pp)):
+        if ranks != 1:
+            raise NotImplementedError(
+                f"{name} is {ranks}: a model split over ranks is not loaded yet; use {name}=1, or build the "
+                "megatron-core model yourself and pass it to MegatronLLM"
+            )
+
+
+def _refuse_strange_tokenizer(checkpoint: Checkpoint | TorchDistFolder, tokenizer: ModelTokenizer) -> None:
+    rows = checkpoint.hyperparameters.vocab_size
+    if tokenizer.vocab_size > rows:
+        raise ModelFileError(
+            f"{tokenizer.path} has {tokenizer.vocab_size:,} tokens, the vocabulary of {checkpoint.path} has "
+            f"{rows:,}; tokenizer and model don't belong together"
+        )
+
+
+def _dtype(asked: "torch.dtype | str | None") -> "torch.dtype | None":
+    import torch
+
+    if asked is None:
+        return None
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    kind = known.get(asked) if isinstance(asked, str) else asked
+    if kind not in known.values():
+        raise UnsupportedModelError(f"dtype is {asked}, supported are float32, bfloat16 and float16")
+    return kind
 
 
 def _device(asked: "torch.device | str | None") -> "torch.device":

@@ -24,11 +24,16 @@ _WARNINGS: Final = (
     "The following imports from `dynamic_context.py`",
     "full scope is deprecated",
     "MLP requires ffn_hidden_size",
+    "torch.distributed is disabled, unavailable or uninitialized",
+    "The argument order of load has been changed",
+    "Please use DTensor instead",
 )
-"""How the warnings start that megatron-core 0.19 gives of itself, at import and while it builds a model."""
+"""How the warnings start that megatron-core 0.19 gives, or causes, at import, while it builds a model and
+while it loads a distributed checkpoint."""
 
 _LOG_LINES: Final = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
     "torch.utils.cpp_extension": "No CUDA runtime is found",
 }
 """Loggers, and how the line starts that each writes for every user of a GPTModel, or without a GPU."""

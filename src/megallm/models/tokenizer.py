@@ -1,184 +1,86 @@
-"""A byte-level BPE tokenizer behind megatron's tokenizer interface.
+"""Tokenizers of the `tokenizers` library, whose vocabularies spell bytes in one of two ways.
 
-Knows the `tokenizers` library; knows no file format and imports no megatron, so that a process that
-only serves text loads it in a moment.
+Knows that library; knows no file format.
 """
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, overload
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Final, override
 
-from msgspec import Struct
 from tokenizers import Tokenizer
 
-from megallm.core_async.errors import InvalidRequestError
-from megallm.models.chat_template import render
+from megallm.models.base_tokenizer import ModelTokenizer, SpecialIds
 
 
-class SpecialIds(Struct, frozen=True):
-    """The ids of a tokenizer's named special tokens; None for one it has not."""
-
-    bos: int | None = None
-    eos: int | None = None
-    pad: int | None = None
-    unk: int | None = None
-
-
-class ByteLevelTokenizer:
-    """Text to token ids and back, with megatron's names for everything.
-
-    Immutable once built: it may be shared between threads, and pickled into another process. Takes
-    `backend` over.
-    """
+class BackendTokenizer(ModelTokenizer):
+    """A tokenizer over the library's object, which it takes over."""
 
     def __init__(
         self, backend: Tokenizer, *, special_ids: SpecialIds, chat_template: str | None = None, path: str = ""
     ) -> None:
+        ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        tokens = [""] * (max(ids.values(), default=-1) + 1)
+        for token, token_id in ids.items():
+            tokens[token_id] = token
+        super().__init__(tokens, special_ids=special_ids, chat_template=chat_template, path=path)
         self._backend = backend
-        self._special_ids = special_ids
-        self.chat_template: Final = chat_template
-        self.path: Final = path
-        self._tokens = [backend.id_to_token(token_id) or "" for token_id in range(backend.get_vocab_size())]
         self._added = {
             token_id: added.content for token_id, added in backend.get_added_tokens_decoder().items()
         }
 
-    def tokenize(self, text: str) -> list[int]:
-        """Gives the ids of a text; special tokens spelled out in it are taken as such.
+    def to_json(self) -> str:
+        """Gives the library's description of it; special ids and chat template are no part of that."""
+        return self._backend.to_str()
 
-        A bos goes before it, or an eos behind it, where the tokenizer is made that way.
-        """
+    @override
+    def tokenize(self, text: str) -> list[int]:
         return self._backend.encode(text).ids
 
+    @override
+    def tokenize_rendered(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    @override
     def detokenize(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Gives the text of ids; bytes that are no UTF-8 become U+FFFD, ids out of range nothing."""
         return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
+    @override
     def token_bytes(self, token_id: int) -> bytes:
-        """Gives the bytes a token stands for: a special token's spelling, else part of a text's UTF-8."""
         if token_id in self._added:
             return self._added[token_id].encode()
-        token = self._tokens[token_id]
+        return self._bytes_of(self._tokens[token_id])
+
+    @abstractmethod
+    def _bytes_of(self, token: str) -> bytes:
+        """Gives the bytes of a token that was not added to the vocabulary."""
+
+
+class ByteLevelTokenizer(BackendTokenizer):
+    """One whose tokens are spelled with a letter a byte, as GPT-2's."""
+
+    @override
+    def _bytes_of(self, token: str) -> bytes:
         if not _BYTE_OF_SYMBOL.keys() >= set(token):
             return token.encode()  # spelled outside the byte alphabet, so it is no part of a text's bytes
         return bytes(_BYTE_OF_SYMBOL[symbol] for symbol in token)
 
-    def offsets(self, ids: Sequence[int], text: str) -> list[int]:  # noqa: ARG002 - megatron's signature
-        """Gives, for each id, the index of its first character in the text of all ids.
 
-        A token that starts within a character gives that character's index.
-        """
-        offsets: list[int] = []
-        num_characters = 0
-        for token_id in ids:
-            encoded = self.token_bytes(token_id)
-            starts_inside = bool(encoded) and _continues(encoded[0])
-            offsets.append(max(0, num_characters - starts_inside))
-            num_characters += sum(not _continues(byte) for byte in encoded)
-        return offsets
+class PieceTokenizer(BackendTokenizer):
+    """One whose tokens are pieces of text with a mark for the blank, as SentencePiece's."""
 
-    @overload
-    def apply_chat_template(
-        self,
-        conversation: Sequence[Mapping[str, Any]],
-        chat_template: str | None = None,
-        *,
-        tokenize: Literal[True] = True,
-        **options: Any,
-    ) -> list[int]: ...
-    @overload
-    def apply_chat_template(
-        self,
-        conversation: Sequence[Mapping[str, Any]],
-        chat_template: str | None = None,
-        *,
-        tokenize: Literal[False],
-        **options: Any,
-    ) -> str: ...
-    def apply_chat_template(
-        self,
-        conversation: Sequence[Mapping[str, Any]],  # Any: what JSON can hold
-        chat_template: str | None = None,
-        *,
-        tokenize: bool = True,
-        **options: Any,  # Any: the template's own variables, what JSON can hold
-    ) -> list[int] | str:
-        """Gives a conversation as one prompt, in ids or in text.
+    @override
+    def _bytes_of(self, token: str) -> bytes:
+        return piece_bytes(token)
 
-        `options` reach the template: `add_generation_prompt`, `tools`, `documents` and whatever else
-        it reads. The template writes its own special tokens, so no bos or eos is added to the ids.
 
-        Raises: InvalidRequestError when there is no template, or the template refuses the messages.
-        """
-        template = chat_template or self.chat_template
-        if template is None:
-            raise InvalidRequestError(
-                f"the tokenizer of {self.path} has no chat template; pass chat_template"
-            )
-        named = {
-            f"{name}_token": self._tokens[token_id]
-            for name, token_id in (
-                ("bos", self.bos),
-                ("eos", self.eos_id),
-                ("pad", self.pad),
-                ("unk", self.unk),
-            )
-            if token_id is not None
-        }
-        text = render(template, conversation, **(named | options))
-        return self._backend.encode(text, add_special_tokens=False).ids if tokenize else text
+def piece_bytes(piece: str) -> bytes:
+    """Gives the bytes of a SentencePiece token: `<0x0A>` is one byte, U+2581 stands for a blank."""
+    byte = _BYTE_PIECE.fullmatch(piece)
+    return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
 
-    @property
-    def vocab_size(self) -> int:
-        """Gives the number of ids, special tokens included."""
-        return len(self._tokens)
 
-    @property
-    def vocab(self) -> list[str]:
-        """Gives the tokens by id, as the vocabulary spells them (a list of the caller's own)."""
-        return list(self._tokens)
-
-    @property
-    def inv_vocab(self) -> dict[int, str]:
-        """Gives token by id, as megatron's Hugging Face tokenizer does."""
-        return dict(enumerate(self._tokens))
-
-    @property
-    def unique_identifiers(self) -> OrderedDict[str, str]:
-        """Gives what tells this tokenizer from another, for megatron's data set caches."""
-        return OrderedDict(
-            {"class": f"{type(self).__module__}.{type(self).__qualname__}", "tokenizer_path": self.path}
-        )
-
-    @property
-    def bos(self) -> int | None:
-        """Gives the id that begins a sequence."""
-        return self._special_ids.bos
-
-    @property
-    def eod(self) -> int | None:
-        """Gives the id that ends a document: generation stops at it."""
-        return self._special_ids.eos
-
-    @property
-    def eos_id(self) -> int | None:
-        """Gives the same as `eod`."""
-        return self._special_ids.eos
-
-    @property
-    def pad(self) -> int | None:
-        """Gives the id that fills up a batch."""
-        return self._special_ids.pad
-
-    @property
-    def unk(self) -> int | None:
-        """Gives the id that stands for an unknown token."""
-        return self._special_ids.unk
-
-    bos_id = bos
-    eos = eod
-    pad_id = pad
-    unk_id = unk
+_BYTE_PIECE: Final = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _symbols() -> dict[str, int]:
@@ -194,8 +96,3 @@ def _symbols() -> dict[str, int]:
 
 
 _BYTE_OF_SYMBOL: Final = _symbols()
-
-
-def _continues(byte: int) -> bool:
-    """Tells whether a byte is a later one of a UTF-8 character."""
-    return byte & 0xC0 == 0x80  # noqa: PLR2004 - the bits of UTF-8

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Coroutine, Generator
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from megatron.core.inference.config import InferenceConfig
@@ -13,7 +13,7 @@ from megatron.core.inference.config import InferenceConfig
 from megallm.core_async.builder import build
 from megallm.core_async.config import check_epoch
 from megallm.core_async.facade import LLMBase, Params, scoring_params
-from megallm.core_async.generation import run_to_completion
+from megallm.core_async.generation import Drafts, run_to_completion
 from megallm.core_async.host import EngineHost
 from megallm.core_async.loop_thread import Backend
 from megallm.core_async.plan.prompts import Prompt, Prompts
@@ -21,6 +21,10 @@ from megallm.core_async.result import Result
 from megallm.core_async.streaming import StreamState
 from megallm.sync.progress import ProgressBar, wants_bar
 from megallm.sync.streaming import SyncStream
+
+if TYPE_CHECKING:
+    from megallm.http.running import RunningServer
+    from megallm.http.serve_config import ServeConfig
 
 
 class MegatronLLM(LLMBase):
@@ -94,7 +98,8 @@ class MegatronLLM(LLMBase):
         shows_bar = wants_bar(num_prompts, progress=progress)
         call = self._call(prompts, sampling_params, multi_modal_data, reports_progress=shows_bar)
         with contextlib.closing(ProgressBar(call)) if shows_bar else contextlib.nullcontext() as bar:
-            outcome = self._host.call(run_to_completion, self._parts.engine, call.requests, bar)
+            drafts = Drafts(call, self._parts.tokenizer)
+            outcome = self._host.call(run_to_completion, self._parts.engine, call.requests, bar, drafts)
         return self._results(call, outcome)
 
     def score(self, prompts: Prompts, *, top_n_logprobs: int = 0) -> list[Result]:
@@ -191,12 +196,36 @@ class MegatronLLM(LLMBase):
         self.resume()
         self.unpause()
 
+    def serve(self, serve_config: "ServeConfig", *, blocking: bool = True) -> "RunningServer | None":
+        """Serves the OpenAI API over HTTP; on ranks other than the primary one it serves nothing.
+
+        `blocking`: until SIGINT or SIGTERM; what is under way then has `drain_timeout_s` to finish,
+        and the engine runs on. Otherwise returns once the port answers; the server stops with
+        `shutdown`, or with `stop` of what this gives.
+
+        Raises: ValueError in direct mode; OSError when the port can't be had; FrontendFailedError;
+        where it blocks, EngineDeadError when the engine fails.
+        """
+        if not self.is_primary_rank:
+            if blocking:
+                self.wait_for_shutdown()
+            return None
+        server = self._start_server(serve_config, self._host.submit, ends_with_engine=blocking)
+        if not blocking:
+            server.wait_started()
+            return server
+        with server.stopping_on_signals():
+            server.wait()
+        return None
+
     def shutdown(self) -> None:
-        """Stops the engine, joins its thread and gives the model back; idempotent.
+        """Stops the servers, the engine and its thread, and gives the model back; idempotent.
 
         Pending calls of other threads end with EngineStoppedError.
         """
         self._finalizer.detach()
+        for server in self._servers:
+            server.stop()
         self._host.close()
 
     def wait_for_shutdown(self) -> None:

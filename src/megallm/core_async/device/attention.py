@@ -28,6 +28,8 @@ class LayerShape(Struct, frozen=True):
     """Factor on the scores, before the softmax."""
     window: int | None = None
     """How many tokens before its own a query sees; None is all."""
+    softcap: float | None = None
+    """Scores s become `softcap * tanh(s / softcap)`, before the softmax; None is as they are."""
     uses_rope: bool = False
     """The backend turns queries and keys; else they arrive turned, or are not to be."""
     has_sinks: bool = False

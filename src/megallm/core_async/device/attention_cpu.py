@@ -26,6 +26,8 @@ class CpuAttention:
 
     def refusal(self, shape: LayerShape) -> str | None:
         """Says why the backend can't run such a layer; see `Attention.refusal`."""
+        if shape.softcap is not None:
+            return "it has no softcap on scores (attn_logit_softcapping)"
         return "it has no attention sinks (softmax_type)" if shape.has_sinks else None
 
     def begin_step(self, batch: AttentionBatch) -> None:

@@ -50,7 +50,7 @@ class _Chunk(Struct, frozen=True, eq=False):
 
 
 class SdpaAttention:
-    """Attention by `scaled_dot_product_attention`, and by two products where the layer has sinks."""
+    """Attention by `scaled_dot_product_attention`; by two products where the layer has sinks or a softcap."""
 
     name = "sdpa"
 
@@ -98,13 +98,14 @@ class SdpaAttention:
                 layer.cache.flat_keys[group.slots].transpose(1, 2),
                 layer.cache.flat_values[group.slots].transpose(1, 2),
                 mask=self._mask(group, shape.window)[:, None, None],
-                scale=shape.scale,
+                shape=shape,
                 sinks=None if layer.sinks is None else layer.sinks.view(shape.num_kv_heads, -1, 1),
             )
             out.index_copy_(0, group.tokens, attended.reshape(rows, shape.num_heads, shape.value_head_dim))
         for chunk in self._chunks:
             span = slice(chunk.first, chunk.last)
-            is_causal = chunk.is_whole and shape.window is None and layer.sinks is None
+            has_plain_softmax = layer.sinks is None and shape.softcap is None
+            is_causal = chunk.is_whole and shape.window is None and has_plain_softmax
             attended = _softmax_attention(
                 query[span].transpose(0, 1)[None],
                 (key[span] if chunk.is_whole else layer.cache.flat_keys[chunk.slots]).transpose(0, 1)[None],
@@ -112,7 +113,7 @@ class SdpaAttention:
                     None
                 ],
                 mask=None if is_causal else self._mask(chunk, shape.window),
-                scale=shape.scale,
+                shape=shape,
                 sinks=None if layer.sinks is None else layer.sinks.view(-1, 1, 1),
             )
             out[span] = attended[0].transpose(0, 1)
@@ -131,22 +132,33 @@ class SdpaAttention:
 
 
 def _softmax_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float, sinks: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, shape: LayerShape, sinks: Tensor | None
 ) -> Tensor:
     """Gives `[rows, heads, queries, value_head_dim]` of `[rows, heads, queries, head_dim]`.
 
     Keys and values may have fewer heads. No mask is the causal one. `sinks` are `[heads, queries or 1, 1]`.
     """
     needs_repeat = query.shape[1] != key.shape[1]
-    if sinks is None:
+    if sinks is None and shape.softcap is None:
         return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=needs_repeat
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=shape.scale,
+            enable_gqa=needs_repeat,
         )
     assert mask is not None
     if needs_repeat:
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    scores = ((query @ key.transpose(-1, -2)).float() * scale).masked_fill(~mask, -torch.inf)
+    scores = (query @ key.transpose(-1, -2)).float() * shape.scale
+    if shape.softcap is not None:
+        scores = shape.softcap * (scores / shape.softcap).tanh()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1).to(value.dtype) @ value
     sink_scores = sinks.float().expand(*scores.shape[:-1], 1)
     return torch.cat((scores, sink_scores), dim=-1).softmax(-1)[..., :-1].to(value.dtype) @ value
 

@@ -6,14 +6,12 @@ Knows how a step's batch is laid out for the kernels. Import it only where it ru
 import torch
 from torch import Tensor
 
-from megallm.core_async.device import triton_layer
+from megallm.core_async.device import triton_decode, triton_prefill
 from megallm.core_async.device.attention import AttentionBatch, LayerShape, PagedLayer
-from megallm.core_async.device.triton_decode import decode_attention, num_parts_for
-from megallm.core_async.device.triton_prefill import prefill_attention
+from megallm.core_async.device.attention_inputs import turned
+from megallm.core_async.device.triton_work import QueryTiles, RowParts, query_tiles, row_parts
 
 MAX_HEAD_DIM = 256
-MIXED_PARTS = 4
-"""Parts of decode rows' keys where it is not known how many rows there are."""
 
 
 class TritonAttention:
@@ -27,6 +25,10 @@ class TritonAttention:
     def __init__(self) -> None:
         self._batch: AttentionBatch | None = None
         self._table_rows: Tensor | None = None
+        self._parts: dict[tuple[int, int | None, int], RowParts] = {}
+        """Of the step's decode rows, by what of a layer they depend on."""
+        self._tiles: dict[int, QueryTiles] = {}
+        """Of the step's chunks, by the queries of a tile."""
 
     def refusal(self, shape: LayerShape) -> str | None:
         """Says why the backend can't run such a layer; see `Attention.refusal`."""
@@ -36,6 +38,8 @@ class TritonAttention:
     def begin_step(self, batch: AttentionBatch) -> None:
         """Takes the step's batch; the kernels read it as it is."""
         self._batch = batch
+        self._parts.clear()
+        self._tiles.clear()
         table_rows = batch.table_rows
         if table_rows is None:
             table_rows = torch.arange(len(batch.kv_lengths), dtype=torch.int32, device=batch.slots.device)
@@ -43,51 +47,57 @@ class TritonAttention:
 
     def attend(self, layer: PagedLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Gives `[tokens, num_heads * value_head_dim]`; see `Attention.attend`."""
-        batch, shape, table_rows = self._batch, layer.shape, self._table_rows
+        batch, shape = self._batch, layer.shape
         assert batch is not None, "attend before begin_step"
-        assert table_rows is not None, "attend before begin_step"
-        if query.dim() == 3:  # noqa: PLR2004 - heads not yet by kv head
-            query = query.unflatten(1, (shape.num_kv_heads, -1))
-        query, key, value = (
-            part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value)
-        )
-        triton_layer.turn_and_write(
-            query,
-            key,
-            value,
-            batch.cosines if shape.uses_rope else None,
-            batch.sines if shape.uses_rope else None,
-            batch.slots,
-            layer.cache,
-            is_interleaved=batch.is_rope_interleaved,
-        )
+        # the lists come first: the attention kernels read them before the kernel ahead of them has ended
+        decoded = batch.num_decode
+        parts = self._parts_of(shape, query.dtype) if decoded else None
+        has_chunks = batch.chunk_lengths is not None or len(batch.kv_lengths) > decoded
+        tiles = self._tiles_of(shape, query.dtype) if has_chunks else None
+        query = turned(layer, batch, query, key, value)
         out = torch.empty(
             (batch.num_tokens, shape.num_heads, shape.value_head_dim), dtype=query.dtype, device=query.device
         )
-        decoded = batch.num_decode
-        if decoded:
-            decode_attention(
-                layer,
-                query[:decoded],
-                block_tables=batch.block_tables,
-                table_rows=table_rows,
-                kv_lengths=batch.kv_lengths,
-                num_parts=MIXED_PARTS
-                if batch.chunk_lengths is not None
-                else num_parts_for(decoded, shape.num_kv_heads),
-                out=out,
+        tables = batch.block_tables
+        if parts is not None:
+            triton_decode.decode_attention(
+                layer, query[:decoded], block_tables=tables, parts=parts, out=out
             )
-        first = 0 if batch.chunk_lengths is not None else decoded
-        chunk_lengths = batch.kv_lengths[first:] if batch.chunk_lengths is None else batch.chunk_lengths
-        if len(chunk_lengths):
-            prefill_attention(
-                layer,
-                query,
-                block_tables=batch.block_tables,
-                table_rows=table_rows[first:],
-                query_starts=batch.query_starts[first:],
-                kv_lengths=chunk_lengths,
-                num_queries=batch.num_tokens - first,
-                out=out,
-            )
+        if tiles is not None:
+            triton_prefill.prefill_attention(layer, query, block_tables=tables, tiles=tiles, out=out)
         return out.view(batch.num_tokens, -1)
+
+    def _parts_of(self, shape: LayerShape, dtype: torch.dtype) -> RowParts:
+        """Gives the decode rows' parts: made for the first layer of a kind, and once a step."""
+        batch, table_rows = self._batch, self._table_rows
+        assert batch is not None, "attend before begin_step"
+        assert table_rows is not None, "attend before begin_step"
+        key = (shape.num_kv_heads, shape.window, shape.head_dim)
+        if key not in self._parts:
+            rows = batch.num_decode
+            tuning = triton_decode.tuning_for(rows, shape.num_kv_heads, shape.head_dim, dtype)
+            self._parts[key] = row_parts(
+                batch.kv_lengths[:rows],
+                table_rows[:rows],
+                window=shape.window,
+                max_cuts=tuning.max_cuts,
+                min_keys=tuning.min_keys,
+            )
+        return self._parts[key]
+
+    def _tiles_of(self, shape: LayerShape, dtype: torch.dtype) -> QueryTiles:
+        """Gives the chunks' tiles, likewise."""
+        batch, table_rows = self._batch, self._table_rows
+        assert batch is not None, "attend before begin_step"
+        assert table_rows is not None, "attend before begin_step"
+        queries = triton_prefill.queries_of_tile(shape, dtype)
+        if queries not in self._tiles:
+            first = 0 if batch.chunk_lengths is not None else batch.num_decode
+            self._tiles[queries] = query_tiles(
+                batch.query_starts[first:],
+                batch.kv_lengths[first:] if batch.chunk_lengths is None else batch.chunk_lengths,
+                table_rows[first:],
+                num_queries=batch.num_tokens - first,
+                queries=queries,
+            )
+        return self._tiles[queries]

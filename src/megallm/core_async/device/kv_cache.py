@@ -1,8 +1,8 @@
 """The paged cache: keys and values of every attention layer in blocks of equal size.
 
 Knows tensors, and the arithmetic of blocks and slots; does not know which row owns which block.
-Slot `block * block_size + offset` holds one token. What was never written is never read, so memory
-is not cleared.
+Slot `block * block_size + offset` holds one token. What was never written means nothing: our kernels
+don't read it, and flash-attn weighs it with zero, so on a GPU it starts as zeros, and not as NaN.
 """
 
 from collections.abc import Sequence
@@ -149,4 +149,5 @@ class PagedCache:
 
     def _empty(self, num_kv_heads: int, head_dim: int) -> Tensor:
         shape = (self.num_blocks + self._num_scratch, self.block_size, num_kv_heads, head_dim)
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        make = torch.empty if self._device.type == "cpu" else torch.zeros
+        return make(shape, dtype=self._dtype, device=self._device)

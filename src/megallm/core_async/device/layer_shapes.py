@@ -29,6 +29,7 @@ def self_attention_shape(
         value_head_dim=attention.val_hidden_size,
         scale=1 / math.sqrt(attention.key_hidden_size) if scale is None else scale,
         window=window,
+        softcap=softcap_of(config),
         uses_rope=has_rope and not (no_rope and no_rope[attention.layer_number - 1]),
         has_sinks=config.softmax_type != "vanilla",
     )
@@ -46,6 +47,7 @@ def latent_attention_shape(
         value_head_dim=config.v_head_dim,
         scale=attention.softmax_scale,
         window=window,
+        softcap=softcap_of(config),
         uses_rope=False,
         has_sinks=config.softmax_type != "vanilla",
     )
@@ -57,6 +59,11 @@ def window_of(config: MegatronModule, name: str) -> int | None:
     if after > 0:
         raise UnsupportedModelError(f"{name} attends {after} tokens ahead (window_size); {SUPPORTED}")
     return None if before < 0 else before
+
+
+def softcap_of(config: MegatronModule) -> float | None:
+    """Gives the bound on a layer's scores, where a config has one: a field of the bridge's Gemma 2, say."""
+    return getattr(config, "attn_logit_softcapping", None) or None
 
 
 def sinks_of(attention: MegatronModule, shape: LayerShape) -> Tensor | None:

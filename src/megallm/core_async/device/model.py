@@ -114,6 +114,7 @@ class ModelHook:
             next_norm = NextNorm()
             for site, cache in zip(self._sites, caches, strict=True):
                 self._bind_attention(attention, site, cache, ops, next_norm)
+            self._bind_last_norm(ops)
             handle = self._model.output_layer.register_forward_pre_hook(
                 self._only_rows_with_logits, with_kwargs=True
             )
@@ -189,6 +190,13 @@ class ModelHook:
                 next_norm=next_norm,
             )
             self._swap(site.layer, "forward", of_layer)
+
+    def _bind_last_norm(self, ops: LayerOps) -> None:
+        """Norms the last layer's output as the layers do theirs."""
+        norm = getattr(self._model.decoder, "final_layernorm", None)
+        if self.is_dense and type(norm) is nn.RMSNorm:
+            last: nn.RMSNorm = norm
+            self._swap(last, "forward", lambda rows: ops.rms_norm(rows, last.weight, last.eps))
 
     def _dense_after(self, layer: MegatronModule) -> MegatronModule | None:
         """Gives the layer after one, where that is dense too."""

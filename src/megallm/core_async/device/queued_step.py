@@ -3,12 +3,14 @@
 import numpy as np
 import torch
 from msgspec import Struct
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megallm.core_async.device.log_probs import LogProbs
 from megallm.core_async.device.sampler import Sampled
-from megallm.core_async.errors import NonFiniteLogitsError
 from megallm.core_async.messages import Floats, Ints, StepResult, TopLogProbs
+
+NOT_FINITE = "its logits have no finite best value; look for NaN or infinity in the model's weights"
 
 
 class StepTensors(Struct, frozen=True, eq=False):
@@ -56,18 +58,17 @@ class QueuedStep:
     def result(self) -> StepResult:
         """Waits until the step has run; see `protocols.PendingStep.result`.
 
-        Raises: NonFiniteLogitsError, and what the device raises late.
+        A row whose logits have no finite best value has failed: its token means nothing.
+        Raises: what the device raises late.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
-        if self._is_finite is not None:
-            self._check(self._is_finite.numpy())
         return StepResult(
             step=self._step,
             tokens=Ints(b"" if self._tokens is None else self._tokens.numpy().tobytes()),
             log_probs=_chosen(self._log_probs),
             top=_top(self._log_probs),
-            failed=self._failed,
+            failed=self._failed if self._is_finite is None else self._with_broken(self._is_finite.numpy()),
             scores=_chosen(self._scores),
             score_top=_top(self._scores),
             prepare_s=self._times.prepare_s,
@@ -75,12 +76,12 @@ class QueuedStep:
             sample_s=self._times.sample_s,
         )
 
-    def _check(self, is_finite: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
-        if not is_finite.all():
-            raise NonFiniteLogitsError(
-                f"in step {self._step} the logits of {int(np.sum(~is_finite))} of {len(is_finite)} "
-                "sampled rows have no finite best value; look for NaN or infinity in the model's weights"
-            )
+    def _with_broken(self, is_finite: NDArray[np.bool_]) -> list[tuple[int, str]]:
+        """Gives the rows that failed, with those whose logits are broken."""
+        if is_finite.all():
+            return self._failed
+        broken = dict.fromkeys(np.flatnonzero(~is_finite).tolist(), NOT_FINITE)
+        return sorted({**broken, **dict(self._failed)}.items())
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from megallm.core_async.config import EngineConfig
 from megallm.core_async.device.attention import Attention
 from megallm.core_async.device.backends import backend_for, check_backend
 from megallm.core_async.device.grammar import GrammarRows
+from megallm.core_async.device.graph_sizes import row_sizes, token_sizes
 from megallm.core_async.device.kv_cache import CacheShape, PagedCache
 from megallm.core_async.device.log_probs import LogProbs, joined, log_probs_of
 from megallm.core_async.device.logit_rules import LogitRules
@@ -91,12 +92,17 @@ class TorchRunner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # it is each thread's own
         backend = backend_for(
-            self._config.attention_backend, self._hook.shape, block_size=self._config.block_size
+            self._config.attention_backend,
+            self._hook.shape,
+            block_size=self._config.block_size,
+            max_sequence_length=self._config.max_sequence_length,
+            is_batch_invariant=self._config.batch_invariant,
         )
         if self._config.batch_invariant and not (backend.is_batch_invariant and self._hook.is_dense):
             raise UnsupportedModelError(
-                "batch_invariant=True is for float32 models of dense layers on a CPU, where the kernels could"
-                " be compiled (install g++); leave it off"
+                "batch_invariant=True is for models of dense layers: in bfloat16 or float16 on a GPU with the"
+                " triton backend, and in float32 on a CPU where the kernels could be compiled (install g++);"
+                " leave it off"
             )
         with torch.inference_mode():
             self._cache.allocate()
@@ -116,17 +122,22 @@ class TorchRunner:
         if not self._hook.is_dense:
             log.info("steps run op by op: CUDA graphs are for models of dense layers alone")
             return
+        config = self._config
+        rows = row_sizes(config)
+        if not rows:
+            log.info("steps run op by op: InferenceConfig.num_cuda_graphs is 0")
+            return
         # the kernels need Triton, which comes with torch's CUDA builds alone
         from megallm.core_async.device.step_graphs import StepGraphs  # noqa: PLC0415
 
-        config = self._config
         self._graphs = StepGraphs(
             self._hook,
             attention,
             self._rows,
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_sequence_length,
-            max_tokens=config.max_tokens,
+            row_sizes=rows,
+            token_sizes=token_sizes(config),
             block_size=config.block_size,
             scratch_block=config.num_blocks,
             device=self._device,

@@ -27,25 +27,9 @@ from megallm.core_async.messages import Ints, StepPlan
 
 log = logging.getLogger(__name__)
 
-FIRST_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
-ROW_STEP = 32
-"""From the last of the first sizes on."""
-TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Sizes of mixed steps."""
 _NOTHING = np.zeros(0, dtype=np.int32)
 _NEWEST = -1
 """Stands for the token that a row sampled last."""
-
-
-def row_sizes(max_rows: int) -> list[int]:
-    """Gives the numbers of decode rows that are captured, the last one `max_rows`."""
-    sizes = [*FIRST_ROWS, *range(FIRST_ROWS[-1] + ROW_STEP, max_rows, ROW_STEP)]
-    return [*(size for size in sizes if size < max_rows), max_rows]
-
-
-def token_sizes(max_tokens: int) -> list[int]:
-    """Gives the numbers of tokens of mixed steps that are captured."""
-    return [size for size in TOKENS if size <= max_tokens]
 
 
 class StepGraphs:
@@ -63,7 +47,8 @@ class StepGraphs:
         *,
         vocab_size: int,
         max_sequence_length: int,
-        max_tokens: int,
+        row_sizes: list[int],
+        token_sizes: list[int],
         block_size: int,
         scratch_block: int,
         device: torch.device,
@@ -81,8 +66,7 @@ class StepGraphs:
             dtype=torch.int32,
             device=device,
         )
-        self._row_sizes = row_sizes(self._max_rows)
-        self._token_sizes = token_sizes(max_tokens)
+        self._row_sizes, self._token_sizes = row_sizes, token_sizes
         most = max(self._token_sizes, default=0)
         self._staging = Staging(3 * most + 6 * self._max_rows + 1, device)
         self._query_starts = torch.arange(self._max_rows + 1, dtype=torch.int32, device=device)

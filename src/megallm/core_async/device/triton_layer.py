@@ -20,6 +20,10 @@ from megallm.core_async.device.triton_launch import chained, follow
 GATE_WIDTH = 1024
 """Dimensions that one program of the gate takes."""
 FEW_WARPS, MANY_WARPS = 4, 8
+SHORT_ROWS = 512
+"""Rows up to which a kernel is over before the next one could be in its way."""
+FEW_TOKENS, SOME_TOKENS = 32, 1024
+"""Up to so many tokens a program turns one, or two."""
 WIDE = 2048
 """From this row width on a norm takes more warps."""
 
@@ -41,7 +45,7 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         PADDED=triton.next_power_of_2(width),
         ADDS=False,
         num_warps=_warps_for(width),
-        **chained(rows),
+        **chained(rows, is_short=len(rows) <= SHORT_ROWS),
     )
     return out
 
@@ -62,7 +66,7 @@ def add_rms_norm(rows: Tensor, residual: Tensor, weight: Tensor, epsilon: float)
         PADDED=triton.next_power_of_2(width),
         ADDS=True,
         num_warps=_warps_for(width),
-        **chained(rows),
+        **chained(rows, is_short=len(rows) <= SHORT_ROWS),
     )
     return rows, out
 
@@ -78,7 +82,7 @@ def silu_gate(rows: Tensor) -> Tensor:
         width,
         GATE_WIDTH=GATE_WIDTH,
         num_warps=FEW_WARPS,
-        **chained(rows),
+        **chained(rows, is_short=len(rows) <= SHORT_ROWS),
     )
     return out
 
@@ -99,11 +103,12 @@ def turn_and_write(
     `query` is `[tokens, kv_heads, heads per kv head, head_dim]`, `key` and `value` `[tokens, kv_heads,
     ..]`, strided but for the last dimension. Without cosines nothing turns.
     """
-    tokens, kv_heads, group, head_dim = query.shape
+    count, kv_heads, group, head_dim = query.shape
     keys, values = cache.flat_keys, cache.flat_values
     turns = cosines is not None and sines is not None
     rotary_dim = cosines.shape[-1] if cosines is not None else 0
-    _turn_and_write[(tokens, kv_heads)](
+    tokens, num_warps = _tokens_for(count)
+    _turn_and_write[(triton.cdiv(count, tokens), kv_heads)](
         query,
         key,
         value,
@@ -112,12 +117,15 @@ def turn_and_write(
         slots,
         keys,
         values,
+        count,
         *query.stride()[:3],
         *key.stride()[:2],
         *value.stride()[:2],
         *keys.stride()[:2],
         *values.stride()[:2],
+        TOKENS=tokens,
         GROUP=group,
+        GROUP_WIDTH=triton.next_power_of_2(group),
         DIM=head_dim,
         DIM_WIDTH=triton.next_power_of_2(head_dim),
         VALUE_DIM=value.shape[-1],
@@ -126,9 +134,16 @@ def turn_and_write(
         HALF_WIDTH=triton.next_power_of_2(max(1, rotary_dim // 2)),
         TURNS=turns,
         IS_INTERLEAVED=is_interleaved,
-        num_warps=1,
-        **chained(query),
+        num_warps=num_warps,
+        **chained(query, is_short=count <= SHORT_ROWS),
     )
+
+
+def _tokens_for(count: int) -> tuple[int, int]:
+    """Gives how many tokens a program turns, and its warps: few tokens are spread over the card."""
+    if count <= FEW_TOKENS:
+        return 1, 1
+    return (2, 1) if count <= SOME_TOKENS else (8, 4)
 
 
 def _warps_for(width: int) -> int:
@@ -169,48 +184,68 @@ def _gate_rows(rows, out, row_stride, width, GATE_WIDTH: tl.constexpr, CHAINED: 
 
 
 @triton.jit
-def _turn(source, target, first, second, mask, first_cos, first_sin, second_cos, second_sin):
-    """Turns the pairs (first, second) of one vector from `source` into `target`."""
-    a = tl.load(source + first, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(source + second, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target + first, (a * first_cos - b * first_sin).to(target.dtype.element_ty), mask=mask)
-    tl.store(target + second, (b * second_cos + a * second_sin).to(target.dtype.element_ty), mask=mask)
+def _turned(a, b, table, cosines, sines, first, second, mask):
+    """Turns the pairs (a, b) of some vectors by the angles at `table`."""
+    first_cos = tl.load(cosines + table + first, mask=mask, other=0.0).to(tl.float32)
+    first_sin = tl.load(sines + table + first, mask=mask, other=0.0).to(tl.float32)
+    second_cos = tl.load(cosines + table + second, mask=mask, other=0.0).to(tl.float32)
+    second_sin = tl.load(sines + table + second, mask=mask, other=0.0).to(tl.float32)
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    return a * first_cos - b * first_sin, b * second_cos + a * second_sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _turn_and_write(
-    query, key, value, cosines, sines, slots, keys, values, query_row, query_kv_head, query_head,
+    query, key, value, cosines, sines, slots, keys, values, count, query_row, query_kv_head, query_head,
     key_row, key_head, value_row, value_head, keys_slot, keys_head, values_slot, values_head,
-    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF_WIDTH: tl.constexpr,
-    TURNS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, CHAINED: tl.constexpr,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDTH: tl.constexpr, DIM: tl.constexpr,
+    DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    HALF_WIDTH: tl.constexpr, TURNS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     follow(CHAINED)
-    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + token).to(tl.int64)
-    from_key = key + token * key_row + kv_head * key_head
-    to_key = keys + slot * keys_slot + kv_head * keys_head
-    dims = tl.arange(0, DIM_WIDTH)
-    is_passed = (dims < DIM) & (dims >= ROTARY_DIM)
+    kv_head = tl.program_id(1)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = (tokens < count)[:, None]
+    slot = tl.load(slots + tokens, mask=tokens < count, other=0).to(tl.int64)
+    tokens = tokens.to(tl.int64)
+    from_key = key + (tokens * key_row + kv_head * key_head)[:, None]
+    to_key = keys + (slot * keys_slot + kv_head * keys_head)[:, None]
+    # everything is loaded before anything is stored: no load waits for a store
+    value_dims = tl.arange(0, VALUE_WIDTH)[None, :]
+    is_value = is_token & (value_dims < VALUE_DIM)
+    from_value = value + (tokens * value_row + kv_head * value_head)[:, None] + value_dims
+    to_value = values + (slot * values_slot + kv_head * values_head)[:, None] + value_dims
+    some_values = tl.load(from_value, mask=is_value)
+    dims = tl.arange(0, DIM_WIDTH)[None, :]
+    is_passed = is_token & (dims >= ROTARY_DIM) & (dims < DIM)
+    if ROTARY_DIM < DIM:
+        passed = tl.load(from_key + dims, mask=is_passed)
     if TURNS:
-        pairs = tl.arange(0, HALF_WIDTH)
-        mask = pairs < ROTARY_DIM // 2
+        pairs = tl.arange(0, HALF_WIDTH)[None, :]
+        is_pair = is_token & (pairs < ROTARY_DIM // 2)
         if IS_INTERLEAVED:
             first, second = pairs * 2, pairs * 2 + 1
         else:
             first, second = pairs, pairs + ROTARY_DIM // 2
-        table = token * ROTARY_DIM
-        first_cos = tl.load(cosines + table + first, mask=mask, other=0.0).to(tl.float32)
-        first_sin = tl.load(sines + table + first, mask=mask, other=0.0).to(tl.float32)
-        second_cos = tl.load(cosines + table + second, mask=mask, other=0.0).to(tl.float32)
-        second_sin = tl.load(sines + table + second, mask=mask, other=0.0).to(tl.float32)
-        for head in tl.static_range(GROUP):
-            at = query + token * query_row + kv_head * query_kv_head + head * query_head
-            _turn(at, at, first, second, mask, first_cos, first_sin, second_cos, second_sin)
-        _turn(from_key, to_key, first, second, mask, first_cos, first_sin, second_cos, second_sin)
-    tl.store(to_key + dims, tl.load(from_key + dims, mask=is_passed), mask=is_passed)
-    value_dims = tl.arange(0, VALUE_WIDTH)
-    some = tl.load(value + token * value_row + kv_head * value_head + value_dims, mask=value_dims < VALUE_DIM)
-    tl.store(
-        values + slot * values_slot + kv_head * values_head + value_dims, some, mask=value_dims < VALUE_DIM
-    )
+        lines = tl.arange(0, TOKENS * GROUP_WIDTH)
+        line_token, head = tl.program_id(0) * TOKENS + lines // GROUP_WIDTH, lines % GROUP_WIDTH
+        is_line = ((line_token < count) & (head < GROUP))[:, None] & (pairs < ROTARY_DIM // 2)
+        line_token = line_token.to(tl.int64)
+        line = query + (line_token * query_row + kv_head * query_kv_head + head * query_head)[:, None]
+        key_a = tl.load(from_key + first, mask=is_pair, other=0.0)
+        key_b = tl.load(from_key + second, mask=is_pair, other=0.0)
+        query_a = tl.load(line + first, mask=is_line, other=0.0)
+        query_b = tl.load(line + second, mask=is_line, other=0.0)
+        key_a, key_b = _turned(
+            key_a, key_b, (tokens * ROTARY_DIM)[:, None], cosines, sines, first, second, is_pair
+        )
+        query_a, query_b = _turned(
+            query_a, query_b, (line_token * ROTARY_DIM)[:, None], cosines, sines, first, second, is_line
+        )
+        tl.store(to_key + first, key_a.to(keys.dtype.element_ty), mask=is_pair)
+        tl.store(to_key + second, key_b.to(keys.dtype.element_ty), mask=is_pair)
+        tl.store(line + first, query_a.to(query.dtype.element_ty), mask=is_line)
+        tl.store(line + second, query_b.to(query.dtype.element_ty), mask=is_line)
+    if ROTARY_DIM < DIM:
+        tl.store(to_key + dims, passed, mask=is_passed)
+    tl.store(to_value, some_values, mask=is_value)

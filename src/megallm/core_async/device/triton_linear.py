@@ -90,8 +90,8 @@ def add_rms_norm_of_parts(
         PARTS=num_parts,
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
-        num_warps=4 if width < 4096 else 8,  # noqa: PLR2004 - a row's share of a thread,
-        **chained(residual),
+        num_warps=4 if width < 4096 else 8,  # noqa: PLR2004 - a row's share of a thread
+        **chained(residual, is_short=True),
     )
     return total, normed
 

@@ -1,8 +1,9 @@
 """Attention of rows with several queries on a paged cache: whole prompts, and chunks with tokens before.
 
 After "FlashAttention-2" (Dao, 2023): a program takes a tile of one row's queries, with all query heads of
-one kv head in it, and goes over the row's keys once. Knows tensors and tables; knows no step. Import it
-only where it runs: Triton comes with torch's CUDA builds alone.
+one kv head in it (`triton_work.query_tiles`), and goes over the row's keys once. Where a tile of keys lies
+within a block it is read as one, else key by key. Knows tensors and tables; knows no step. Import it only
+where it runs: Triton comes with torch's CUDA builds alone.
 """
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportCallIssue=false
@@ -13,16 +14,46 @@ only where it runs: Triton comes with torch's CUDA builds alone.
 import torch
 import triton
 import triton.language as tl
+from msgspec import Struct
 from torch import Tensor
 
-from megallm.core_async.device.attention import PagedLayer
+from megallm.core_async.device.attention import LayerShape, PagedLayer
+from megallm.core_async.device.triton_decode import capped
 from megallm.core_async.device.triton_launch import chained, follow
+from megallm.core_async.device.triton_work import FIELDS, QueryTiles
 
 LOG2_E = 1.4426950408889634
-QUERIES = 128
+LINES = 64
 """Query heads of one kv head that a program takes: so many queries, each with all its heads."""
-TOKENS = 64
-"""Keys that a program takes at a time."""
+
+
+class PrefillTuning(Struct, frozen=True):
+    """How the kernel is compiled."""
+
+    lines: int
+    """Query heads of one kv head that a program takes."""
+    tokens: int
+    """Keys that a program takes at a time."""
+    num_warps: int
+    num_stages: int
+
+
+def tuning_for(shape: LayerShape, dtype: torch.dtype) -> PrefillTuning:
+    """Gives what was fastest on an H200."""
+    is_wide = max(shape.head_dim, shape.value_head_dim) * dtype.itemsize > 256  # noqa: PLR2004 - shared memory
+    return PrefillTuning(
+        lines=LINES,
+        tokens=32 if is_wide else 64,
+        num_warps=4,
+        num_stages=1 if dtype is torch.float32 else 2 if is_wide else 3,
+    )
+
+
+def queries_of_tile(shape: LayerShape, dtype: torch.dtype, tuning: PrefillTuning | None = None) -> int:
+    """Gives how many queries one program takes."""
+    tuned = tuning_for(shape, dtype) if tuning is None else tuning
+    group = shape.num_heads // shape.num_kv_heads
+    return max(tuned.lines, triton.next_power_of_2(group)) // group
 
 
 def prefill_attention(
@@ -30,112 +61,108 @@ def prefill_attention(
     query: Tensor,
     *,
     block_tables: Tensor,
-    table_rows: Tensor,
-    query_starts: Tensor,
-    kv_lengths: Tensor,
-    num_queries: int,
+    tiles: QueryTiles,
     out: Tensor,
+    tuning: PrefillTuning | None = None,
 ) -> None:
-    """Attends for some rows of at most `num_queries` queries in all, one after the other.
+    """Attends for the tiles' queries, of `query`, `[tokens, kv_heads, heads per kv head, head_dim]`.
 
-    `query_starts`, `[rows + 1]`, are places in `query`, `[tokens, kv_heads, heads per kv head, head_dim]`,
-    and `out`, `[tokens, num_heads, value_head_dim]`. A row's last query is its last key's; a row whose
-    `kv_lengths` is 0 is left out.
+    `out` is `[tokens, num_heads, value_head_dim]`; `tiles` are of `queries_of_tile` queries.
     """
     shape, keys, values = layer.shape, layer.cache.keys, layer.cache.values
     _, kv_heads, group, head_dim = query.shape
-    is_wide = max(head_dim, shape.value_head_dim) * keys.dtype.itemsize > 256  # noqa: PLR2004 - shared memory
-    queries = max(QUERIES // 2 if is_wide else QUERIES, triton.next_power_of_2(group))
-    num_rows = len(kv_lengths)
-    # row r's tiles begin at tile `queries before it // queries of a tile + r`: a few tiles stay empty
-    grid = (num_queries // (queries // group) + num_rows, kv_heads)
-    _attend_tiles[grid](
+    tuned = tuning_for(shape, keys.dtype) if tuning is None else tuning
+    lines = max(tuned.lines, triton.next_power_of_2(group))
+    assert tiles.queries == lines // group, f"tiles of {tiles.queries} queries, {lines} lines, {group} heads"
+    _attend_tiles[(len(tiles.tiles), kv_heads)](
         query,
         keys,
         values,
         block_tables,
-        table_rows,
-        query_starts,
-        kv_lengths,
+        tiles.tiles,
         out if layer.sinks is None else layer.sinks,
         out,
         shape.scale * LOG2_E,
-        num_rows,
         *query.stride()[:3],
         *keys.stride()[:3],
         *values.stride()[:3],
         block_tables.stride(0),
         GROUP=group,
-        QUERIES=queries,
+        LINES=lines,
         DIM=head_dim,
         DIM_WIDTH=triton.next_power_of_2(max(16, head_dim)),
         VALUE_DIM=shape.value_head_dim,
         VALUE_WIDTH=triton.next_power_of_2(max(16, shape.value_head_dim)),
         BLOCK=keys.shape[1],
-        TOKENS=TOKENS // 2 if is_wide else TOKENS,
+        TOKENS=tuned.tokens,
+        IS_TILED=keys.shape[1] % tuned.tokens == 0,
         WINDOW=-1 if shape.window is None else shape.window,
+        SOFTCAP=shape.softcap or 0.0,
         HAS_SINKS=layer.sinks is not None,
         PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
-        num_warps=8 if queries >= QUERIES else 4,
-        num_stages=1 if keys.dtype is torch.float32 else 2 if is_wide else 3,
+        FIELDS=FIELDS,
+        num_warps=tuned.num_warps,
+        num_stages=tuned.num_stages,
         **chained(query),
     )
 
 
 @triton.jit
 def _tile_of_keys(
-    queries, query_positions, first, end, best, total, mixed, keys, values, table, scale,
+    queries, query_positions, block, first, end, best, total, mixed, keys, values, table, scale,
     key_block, key_slot, value_block, value_slot, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
+    IS_TILED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Goes over one tile of keys; `keys` and `values` point at the program's kv head."""
-    dims = tl.arange(0, DIM_WIDTH)
-    value_dims = tl.arange(0, VALUE_WIDTH)
-    positions = first + tl.arange(0, TOKENS)
+    dims, value_dims = tl.arange(0, DIM_WIDTH)[None, :], tl.arange(0, VALUE_WIDTH)[None, :]
+    tokens = tl.arange(0, TOKENS)
+    positions = first + tokens
     is_key = positions < end
-    blocks = tl.load(table + positions // BLOCK, mask=is_key, other=0).to(tl.int64)
-    slots = positions % BLOCK
-    key_at = blocks * key_block + slots * key_slot
-    some_keys = tl.load(
-        keys + key_at[:, None] + dims[None, :], mask=is_key[:, None] & (dims < DIM)[None, :], other=0.0
-    )
-    scores = tl.dot(queries, tl.trans(some_keys), input_precision=PRECISION) * scale
+    following = block
+    if IS_TILED:
+        # looked up a tile ahead, so that the tiles after it can be on their way
+        following = tl.load(table + tl.minimum(first + TOKENS, end - 1) // BLOCK).to(tl.int64)
+        slot = first % BLOCK
+        key_at = keys + block * key_block + slot * key_slot + (tokens * key_slot)[:, None] + dims
+        value_at = values + block * value_block + slot * value_slot + (tokens * value_slot)[:, None] + value_dims
+    else:
+        blocks = tl.load(table + positions // BLOCK, mask=is_key, other=0).to(tl.int64)
+        slots = positions % BLOCK
+        key_at = keys + (blocks * key_block + slots * key_slot)[:, None] + dims
+        value_at = values + (blocks * value_block + slots * value_slot)[:, None] + value_dims
+    if IS_MASKED:
+        some_keys = tl.load(key_at, mask=is_key[:, None] & (dims < DIM), other=0.0)
+    elif DIM < DIM_WIDTH:
+        some_keys = tl.load(key_at, mask=dims < DIM, other=0.0)
+    else:
+        some_keys = tl.load(key_at)
+    scores = tl.dot(queries, tl.trans(some_keys), input_precision=PRECISION)
+    if SOFTCAP > 0:
+        scores = capped(scores * scale, SOFTCAP)
+        scale = 1.0
     if IS_MASKED:
         distances = query_positions[:, None] - positions[None, :]
         is_seen = (distances >= 0) & is_key[None, :]
         if WINDOW >= 0:
             is_seen = is_seen & (distances <= WINDOW)
         scores = tl.where(is_seen, scores, -1.0e30)
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_best[:, None])
+    new_best = tl.maximum(best, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - new_best[:, None])
     if IS_MASKED:
         # a query that sees nothing of the tile has no best yet
         weights = tl.where(is_seen, weights, 0.0)
     shrink = tl.exp2(best - new_best)
-    value_at = blocks * value_block + slots * value_slot
-    some_values = tl.load(
-        values + value_at[:, None] + value_dims[None, :],
-        mask=is_key[:, None] & (value_dims < VALUE_DIM)[None, :],
-        other=0.0,
-    )
+    if IS_MASKED:
+        some_values = tl.load(value_at, mask=is_key[:, None] & (value_dims < VALUE_DIM), other=0.0)
+    elif VALUE_DIM < VALUE_WIDTH:
+        some_values = tl.load(value_at, mask=value_dims < VALUE_DIM, other=0.0)
+    else:
+        some_values = tl.load(value_at)
     mixed = mixed * shrink[:, None]
-    mixed += tl.dot(weights.to(some_values.dtype), some_values, input_precision=PRECISION)
-    return new_best, total * shrink + tl.sum(weights, 1), mixed
-
-
-@triton.jit
-def _place_of(tile, query_starts, num_rows, per_tile: tl.constexpr):
-    """Finds a tile's row, where the row's queries begin, how many it has, and the tile's first of them."""
-    origin = tl.load(query_starts)
-    row = -1
-    for first in range(0, num_rows, 128):
-        some = first + tl.arange(0, 128)
-        starts = tl.load(query_starts + some, mask=some < num_rows, other=0) - origin
-        row += tl.sum(((starts // per_tile + some <= tile) & (some < num_rows)).to(tl.int32), 0)
-    query_start = tl.load(query_starts + row)
-    num_queries = tl.load(query_starts + row + 1) - query_start
-    return row, query_start, num_queries, (tile - (query_start - origin) // per_tile - row) * per_tile
+    mixed = tl.dot(weights.to(some_values.dtype), some_values, mixed, input_precision=PRECISION)
+    return new_best, total * shrink + tl.sum(weights, 1), mixed, following
 
 
 @triton.jit
@@ -146,56 +173,56 @@ def _with_sink(sink, best, total, mixed):
     return total * shrink + tl.exp2(sink - new_best), mixed * shrink[:, None]
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _attend_tiles(
-    query, keys, values, block_tables, table_rows, query_starts, kv_lengths, sinks, out, scale, num_rows,
-    query_row, query_kv_head, query_head, key_block, key_slot, key_head, value_block, value_slot,
-    value_head, table_row, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
-    DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    CHAINED: tl.constexpr,
+    query, keys, values, block_tables, tiles, sinks, out, scale, query_row, query_kv_head, query_head,
+    key_block, key_slot, key_head, value_block, value_slot, value_head, table_row, GROUP: tl.constexpr,
+    LINES: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, IS_TILED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    FIELDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     follow(CHAINED)
     kv_head = tl.program_id(1)
-    per_tile: tl.constexpr = QUERIES // GROUP
+    per_tile: tl.constexpr = LINES // GROUP
     # the last rows' tiles start first: in a step of decode rows and chunks they have work
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, query_start, num_queries, first_query = _place_of(tile, query_starts, num_rows, per_tile)
-    length = tl.load(kv_lengths + row)
-    if (first_query >= num_queries) | (length == 0):
+    tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * FIELDS
+    first_token, num_queries = tl.load(tile + 1), tl.load(tile + 2)
+    first_position, length = tl.load(tile + 3), tl.load(tile + 4)
+    table = block_tables + tl.load(tile).to(tl.int64) * table_row
+    if num_queries == 0:
         return
-    lines = tl.arange(0, QUERIES)
-    line_query = first_query + lines // GROUP
-    is_line = (lines < per_tile * GROUP) & (line_query < num_queries)
-    tokens = (query_start + line_query).to(tl.int64)
+    lines = tl.arange(0, LINES)
+    line_query = lines // GROUP
+    is_line = line_query < num_queries
+    tokens = (first_token + line_query).to(tl.int64)
     dims, value_dims = tl.arange(0, DIM_WIDTH), tl.arange(0, VALUE_WIDTH)
     query_at = tokens * query_row + kv_head * query_kv_head + (lines % GROUP) * query_head
     queries = tl.load(
         query + query_at[:, None] + dims[None, :], mask=is_line[:, None] & (dims < DIM)[None, :], other=0.0
     )
-    first_position = length - num_queries + first_query
-    table = block_tables + tl.load(table_rows + row).to(tl.int64) * table_row
     head_keys, head_values = keys + kv_head * key_head, values + kv_head * value_head
-    best = tl.full((QUERIES,), -1.0e30, tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    mixed = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
+    best = tl.full((LINES,), -1.0e30, tl.float32)
+    total = tl.zeros((LINES,), tl.float32)
+    mixed = tl.zeros((LINES, VALUE_WIDTH), tl.float32)
     # keys that every query of the tile sees need no mask; where there is a window, none are
     begin, unmasked_end = 0, (first_position + 1) // TOKENS * TOKENS
     if WINDOW >= 0:
         begin = tl.maximum(first_position - WINDOW, 0) // TOKENS * TOKENS
         unmasked_end = begin
     end = tl.minimum(first_position + per_tile, length)
+    block = tl.load(table + begin // BLOCK).to(tl.int64)
     for first in range(begin, unmasked_end, TOKENS):
-        best, total, mixed = _tile_of_keys(
-            queries, first_position + lines // GROUP, first, end, best, total, mixed, head_keys, head_values,
-            table, scale, key_block, key_slot, value_block, value_slot,
-            DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, WINDOW, PRECISION, False,
+        best, total, mixed, block = _tile_of_keys(
+            queries, first_position + line_query, block, first, end, best, total, mixed, head_keys,
+            head_values, table, scale, key_block, key_slot, value_block, value_slot,
+            DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION, False,
         )  # fmt: skip
     for first in range(unmasked_end, end, TOKENS):
-        best, total, mixed = _tile_of_keys(
-            queries, first_position + lines // GROUP, first, end, best, total, mixed, head_keys, head_values,
-            table, scale, key_block, key_slot, value_block, value_slot,
-            DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, WINDOW, PRECISION, True,
+        best, total, mixed, block = _tile_of_keys(
+            queries, first_position + line_query, block, first, end, best, total, mixed, head_keys,
+            head_values, table, scale, key_block, key_slot, value_block, value_slot,
+            DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION, True,
         )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + kv_head * GROUP + lines % GROUP).to(tl.float32) * 1.4426950408889634

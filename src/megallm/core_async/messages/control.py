@@ -151,10 +151,10 @@ class ReserveBlocks(Ask[BlockGrant], frozen=True, gc=False):
     """Share what is filled, give back what is released, then grant blocks from the top.
 
     `rows` are running and want room for `num_tokens` tokens each, in the order of `victims`; rows
-    that have room may be left out. Short of blocks, the last of `victims` lose theirs until the row
-    fits, the row itself last of all; a row granted in this call is never taken from, and the first
-    of `victims` can have the whole pool. A row that would lose its own is held instead while the
-    paused buffer has room for its blocks.
+    that have room may be left out. One that is short sits out, and keeps its blocks, while the
+    paused buffer has room for those of all that do; the first of `victims` never does. Else the
+    last of `victims` lose theirs until the row fits, the row itself last of all; a row granted in
+    this call is never taken from, and the first of `victims` can have the whole pool.
 
     Admissions are granted in order from what nobody holds, their cached prefix first, until
     `budget` tokens are to be computed. One whose next block is being computed by another waits for
@@ -187,3 +187,38 @@ class BlockCounts(Struct, frozen=True, gc=False):
 
 class CountBlocks(Ask[BlockCounts], frozen=True):
     """Say how many blocks are free and used."""
+
+
+# ---- to the router -----------------------------------------------------------------------------
+
+
+class RouteRequests(Ask[list[int]], frozen=True, gc=False):
+    """Say which data-parallel rank each request goes to; each counts as there until it ends."""
+
+    request_ids: list[RequestId]
+    keys: list[list[bytes]]
+    """Of the complete blocks of each prompt, see plan/prefix.py; none: the load alone decides."""
+
+
+class RequestsEnded(Struct, frozen=True, gc=False):
+    """Requests have ended, wherever they were."""
+
+    request_ids: list[RequestId]
+
+
+class RankLost(Ask[list[RequestId]], frozen=True, gc=False):
+    """Send nothing to a rank any more; the reply is the requests that were there, in the order they came."""
+
+    rank: int
+
+
+class RankJoined(Struct, frozen=True, gc=False):
+    """A rank has come, or come back, with an empty cache."""
+
+    rank: int
+
+
+class PrefixesForgotten(Struct, frozen=True, gc=False):
+    """A rank's prefix cache was flushed."""
+
+    rank: int

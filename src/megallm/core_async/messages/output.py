@@ -18,7 +18,7 @@ class Finished(Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     events: tuple[tuple[str, float], ...] = ()
-    """(what, loop time): "add_context" for each admission, "evict", and "pause" for each step sat out."""
+    """(what, loop time): "add_context" for each admission, "evict", and "pause" for each time it sits out."""
     policy_epoch: tuple[tuple[int, int], ...] | None = None
     """(place in the tokens from which on it holds, number of the weights); None before the first SetEpoch."""
     kv_cache_epoch: tuple[tuple[int, int], ...] | None = None

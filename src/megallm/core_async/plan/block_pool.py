@@ -19,7 +19,7 @@ class BlockPool:
 
     `keeps_cached`: a known block that nobody holds stays until its room is needed, the least
     recently used first and leaves before their parents (LRU); else it is free at once (REF_ZERO).
-    `max_held`: blocks that a row may keep which sits out for want of one more; one row at a time does.
+    `max_held`: blocks that rows may keep, all together, which sit out for want of more.
     """
 
     def __init__(
@@ -121,13 +121,23 @@ class BlockPool:
         """Gives running rows the blocks they lack, in order, and takes from the last where it must."""
         columns = zip(wish.rows, wish.num_tokens, strict=True)
         missing = [self._num_missing(row, num_tokens) for row, num_tokens in columns]
-        assert sum(missing) <= self._num_available or _is_ordered(wish.rows, wish.victims), (
+        if (total := sum(missing)) <= self._num_available:
+            self._extend_all(wish.rows, missing, total, draft)
+            return
+        assert _is_ordered(wish.rows, wish.victims), (
             f"running rows {wish.rows} are not in the order of the victims {wish.victims}"
         )
+        num_held = 0
         for row, num_missing in zip(wish.rows, missing, strict=True):
             if row not in self._tables:
                 return  # it yielded, and so did all that come after it
             if not num_missing:
+                continue
+            num_own = len(self._tables[row])
+            is_short = num_missing > self._num_available
+            if is_short and row != wish.victims[0] and num_held + num_own <= self._max_held:
+                draft.held.append(row)
+                num_held += num_own
                 continue
             while num_missing > self._num_available:
                 victim = wish.victims[-1 - len(draft.preempted)]
@@ -135,15 +145,11 @@ class BlockPool:
                     f"row {row}, the first of all, lacks {num_missing} blocks and only {self._num_available}"
                     f" of {self._num_blocks} can be had"
                 )
-                if victim == row and len(self._tables[row]) <= self._max_held:
-                    draft.held.append(row)
-                    break
                 self.release(victim)
                 draft.preempted.append(victim)
                 if victim == row:
                     return
-            else:
-                self._extend(row, num_missing, draft)
+            self._extend(row, num_missing, draft)
 
     def _admit(self, admissions: Sequence[Admission], budget: int, num_running: int, draft: Draft) -> None:
         """Grants what fits, in order. One block for each running row stays out of it, so that it can grow."""
@@ -224,6 +230,16 @@ class BlockPool:
         draft.change(row, len(table), blocks)
         table += blocks
 
+    def _extend_all(self, rows: Sequence[Row], counts: list[int], total: int, draft: Draft) -> None:
+        """Gives each row so many blocks, `total` in all, taken at once."""
+        blocks, start = self._take(total), 0
+        for row, count in zip(rows, counts, strict=True):
+            if count:
+                table, end = self._tables[row], start + count
+                draft.change(row, len(table), blocks[start:end])
+                table += blocks[start:end]
+                start = end
+
     def _take(self, count: int) -> list[BlockId]:
         """Takes blocks from the free ones, then from the cached, the least recently used first."""
         free = self._free
@@ -266,7 +282,7 @@ class BlockPool:
         self._free += idle
 
     def _keep(self, idle: list[BlockId]) -> list[BlockId]:
-        """Caches those of the blocks that are found, and gives the others; the use of a copy is its first's."""
+        """Caches those of the blocks that are found, gives the others; a use of a copy is its first's."""
         index, cached = self._index, self._cached
         if not index.has_copies_among(idle):
             found, unknown = index.split(idle)

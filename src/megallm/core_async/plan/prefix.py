@@ -58,12 +58,29 @@ class Run:
         self.place = place
         """Of that block in the run above."""
         self.blocks: list[BlockId] = []
-        self.tokens = bytearray()
-        """Token ids of all its blocks: what a lookup compares."""
+        self.tokens: bytes | bytearray = b""
+        """Token ids of all its blocks: what a lookup compares. As they came, until they change."""
         self.copies: dict[int, list[BlockId]] = {}
         """By place: other blocks with the same prefix, which stand by."""
         self.num_below = 0
         """Runs that begin behind one of its blocks."""
+
+    def append(self, blocks: Sequence[BlockId], tokens: bytes) -> None:
+        """Adds blocks behind the others."""
+        if not self.blocks:
+            self.tokens = tokens
+        elif isinstance(self.tokens, bytearray):
+            self.tokens += tokens
+        else:
+            self.tokens = bytearray(self.tokens + tokens)
+        self.blocks += blocks
+
+    def cut(self, num_left: int, num_bytes: int) -> None:
+        """Takes all but the first blocks and their bytes away."""
+        del self.blocks[num_left:]
+        if not isinstance(self.tokens, bytearray):
+            self.tokens = bytearray(self.tokens)
+        del self.tokens[num_bytes:]
 
     def follows(self, above: "Run | None", place: int) -> bool:
         """Whether its first block comes after that very block, and not after another with its key."""
@@ -127,6 +144,9 @@ class PrefixIndex:
         place = NOWHERE if before is None else self._place_of[before]
         if before is not None and run is None:
             return
+        if run is not None and place + 1 == len(run.blocks) and not run.num_below:
+            self._append(run, blocks, filled.tokens)
+            return
         for index, block in enumerate(blocks):
             content = filled.tokens[index * width : (index + 1) * width]
             if run is not None and self._is_at(run, place + 1, content):
@@ -134,7 +154,7 @@ class PrefixIndex:
                 self._stand_by(block, run, place)
                 continue
             is_last = run is not None and place + 1 == len(run.blocks)
-            below = None if is_last and run is not None and not run.num_below else self._runs.get(keys[index])
+            below = self._runs.get(keys[index])
             if below is None:
                 parent = keys[index - 1] if index else filled.parent
                 if run is None or not is_last:
@@ -234,8 +254,7 @@ class PrefixIndex:
         for place, block in enumerate(blocks, len(run.blocks)):
             run_of[block] = run
             place_of[block] = place
-        run.blocks += blocks
-        run.tokens += tokens
+        run.append(blocks, tokens)
 
     def _stand_by(self, block: BlockId, run: Run, place: int) -> None:
         self._run_of[block], self._place_of[block] = run, place
@@ -248,11 +267,12 @@ class PrefixIndex:
             return
         left = len(run.blocks) - count
         assert self._place_of[first] == left, f"block {first} goes before what follows it"
-        del run.blocks[left:], run.tokens[left * self._width :]
-        if not left:
-            del self._runs[run.key]
-            if run.above is not None:
-                run.above.num_below -= 1
+        if left:
+            run.cut(left, left * self._width)
+            return
+        del self._runs[run.key]
+        if run.above is not None:
+            run.above.num_below -= 1
 
     def _replace(self, block: BlockId, run: Run) -> bool:
         """Forgets a copy, or a block that has one to take its place; False when there is none."""

@@ -119,6 +119,8 @@ def _prompt(item: object, index: int, first: object) -> Prompt:
 
 
 def _tokens(items: list[object], where: str) -> list[int]:
+    if set(map(type, items)) == {int}:  # told in a tenth of the time, and nearly always so
+        return cast("list[int]", items)  # cast: each is one
     for index, item in enumerate(items):
         if not _is_token(item):
             raise TypeError(f"{where}[{index}] is a {type(item).__name__}, {item!r}; a token id is an int")

@@ -58,6 +58,8 @@ class Roster:
         """Rows given up since the allocator was last asked."""
         self._filled: list[FilledBlocks] = []
         """Blocks filled since then."""
+        self._sitting_out: set[Row] = set()
+        """Rows that the last grant held."""
         self._num_offered = MAX_OFFERED
         """How many of the waiting line the allocator is offered next."""
         self._offered: list[tuple[Request, Admission]] = []
@@ -207,7 +209,9 @@ class Roster:
         for row in grant.preempted:
             self._requests_by_row[row].events.append(("evict", time_s))
         for row in grant.held:
-            self._requests_by_row[row].events.append(("pause", time_s))
+            if row not in self._sitting_out:
+                self._requests_by_row[row].events.append(("pause", time_s))
+        self._sitting_out = set(grant.held)
         if grant.preempted or grant.held:
             self._leave_out(grant, choice)
         self._admit(grant, self._offered, choice)

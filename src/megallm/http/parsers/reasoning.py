@@ -1,6 +1,6 @@
 """Reasoning in front of an answer: `deepseek-r1-reasoning` and `nemotron-v3-reasoning`. Pure."""
 
-from megallm.http.parsers.markers import find_marker
+from megallm.http.parsers.markers import MarkerFinder
 from megallm.http.parsers.pieces import Content, Piece, Reasoning
 
 BEGIN = "<think>"
@@ -31,7 +31,7 @@ class ReasoningParser:
             fills_content: Whether reasoning that no content follows is content. It is held back
                 until that is known.
         """
-        self._ends_before = ends_before
+        self._ends = MarkerFinder((BEGIN, END, *ends_before))
         self._begins_inside = begins_inside
         self._fills_content = fills_content
         self._read = self._read_begin
@@ -72,10 +72,12 @@ class ReasoningParser:
     def _read_reasoning(self) -> list[Piece]:
         pieces: list[Piece] = []
         marker: str | None = BEGIN
+        at = 0
         while marker == BEGIN:  # one more of them says nothing
-            found = find_marker(self._text, (BEGIN, END, *self._ends_before))
+            found = self._ends.find(self._text, at)
             pieces += self._reasoning(found.before)
-            marker, self._text = found.marker, found.after
+            marker, at = found.marker, found.end
+        self._text = self._text[at:]
         if marker is None:
             return pieces
         self._text = ("" if marker == END else marker) + self._text

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from megallm.http.parsers.markers import JsonEnd, TextEnd, find_marker
+from megallm.http.parsers.markers import JsonEnd, MarkerFinder, TextEnd
 from megallm.http.parsers.pieces import Content, Piece, ToolCallArguments, ToolCallStart
 
 
@@ -28,8 +28,8 @@ class Markers(Struct, frozen=True):
 
     start: str
     end: str
-    make_end: Callable[[str], TextEnd | JsonEnd] = TextEnd
-    """Makes what finds the end."""
+    make_end: Callable[[str, int], TextEnd | JsonEnd] = TextEnd
+    """Makes what finds the end, of the end marker and of where to begin."""
 
 
 class CallSyntax(Protocol):
@@ -61,8 +61,10 @@ class ToolCallParser:
         self._syntax = syntax
         self._make_id = make_id
         self._sections = {markers.start: markers for markers in syntax.sections}
+        self._starts = MarkerFinder(tuple(self._sections))
         self._text = ""
-        """Not given yet; inside a section, the section from its start marker on."""
+        self._at = 0
+        """What comes before this place of the text was given; inside a section, where it starts."""
         self._end: TextEnd | JsonEnd | None = None
         """What finds the end of the section that the text is inside of."""
         self._end_marker = ""
@@ -77,6 +79,7 @@ class ToolCallParser:
         pieces: list[Piece] = []
         while self._read_section(pieces) if self._end else self._read_content(pieces):
             pass
+        self._drop_given()
         return pieces
 
     def finish(self) -> list[Piece]:
@@ -84,21 +87,26 @@ class ToolCallParser:
         pieces: list[Piece] = []
         if self._end:
             self._close_section(len(self._text), pieces)
-        self._add_content(self._text, pieces)
+        self._add_content(self._text[self._at :], pieces)
         if not self._num_calls and self._blanks:
             pieces.append(Content(self._blanks))
-        self._text = self._blanks = ""
+        self._text, self._at, self._blanks = "", 0, ""
         return pieces
+
+    def _drop_given(self) -> None:
+        if not self._end:  # the place where its search goes on is one of the whole text
+            self._text, self._at = self._text[self._at :], 0
 
     def _read_content(self, pieces: list[Piece]) -> bool:
         """Gives what comes before the next section; True when there is one."""
-        found = find_marker(self._text, tuple(self._sections))
+        found = self._starts.find(self._text, self._at)
         self._add_content(found.before, pieces)
-        self._text = (found.marker or "") + found.after
+        self._at = found.end
         if found.marker is None:
             return False
+        self._at -= len(found.marker)
         markers = self._sections[found.marker]
-        self._end, self._end_marker = markers.make_end(markers.end), markers.end
+        self._end, self._end_marker = markers.make_end(markers.end, found.end), markers.end
         return True
 
     def _read_section(self, pieces: list[Piece]) -> bool:
@@ -110,8 +118,8 @@ class ToolCallParser:
         self._close_section(start + len(self._end_marker), pieces)
         return True
 
-    def _close_section(self, length: int, pieces: list[Piece]) -> None:
-        section, self._text, self._end = self._text[:length], self._text[length:], None
+    def _close_section(self, end: int, pieces: list[Piece]) -> None:
+        section, self._at, self._end = self._text[self._at : end], end, None
         calls = self._syntax.read(section)
         if calls is None:
             self._add_content(section, pieces)

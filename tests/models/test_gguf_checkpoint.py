@@ -1,22 +1,37 @@
-"""GGUF files of the Llama family."""
+"""GGUF files of the known families."""
 
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
-from megallm.models.checkpoint import tensor_specs
+from megallm.models.checkpoint import RopeScaling, tensor_specs
+from megallm.models.gguf_checkpoint import GgufCheckpoint
 from megallm.models.gguf_file import GgufFile
-from megallm.models.gguf_llama import GgufLlama
-from tests.models.tiny_gguf import TINY, file_tensors, tiny_metadata, tiny_weights, write_gguf, write_tiny
+from megallm.models.load import load_model
+from tests.models.plain_forward import plain_logits
+from tests.models.tiny_gguf import (
+    TINY,
+    file_tensors,
+    tiny_metadata,
+    tiny_weights,
+    write_gguf,
+    write_hf_as_gguf,
+    write_tiny,
+)
+from tests.models.tiny_hf import PROMPT, hf_logits, hf_model
+
+# megatron's own modules say so to each other, at every step
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")
 
 
 def test_a_sound_file_gives_its_numbers_and_every_tensor_in_hugging_face_s_order(tmp_path: Path) -> None:
     """llama.cpp interleaves the rows of queries and keys; left so, attention is noise."""
     weights = write_tiny(tmp_path / "tiny.gguf")
-    checkpoint = GgufLlama(GgufFile(tmp_path / "tiny.gguf"))
+    checkpoint = GgufCheckpoint(GgufFile(tmp_path / "tiny.gguf"))
     assert msgspec.structs.replace(checkpoint.hyperparameters, norm_epsilon=1e-5) == TINY
     assert checkpoint.hyperparameters.norm_epsilon == pytest.approx(1e-5)
     for spec in tensor_specs(TINY):
@@ -27,16 +42,18 @@ def test_an_output_projection_of_its_own_is_found(tmp_path: Path) -> None:
     """Llama 8B has one; taking the embedding for it would load without a word."""
     size = msgspec.structs.replace(TINY, is_tied=False)
     weights = write_tiny(tmp_path / "untied.gguf", size=size)
-    checkpoint = GgufLlama(GgufFile(tmp_path / "untied.gguf"))
+    checkpoint = GgufCheckpoint(GgufFile(tmp_path / "untied.gguf"))
     assert not checkpoint.hyperparameters.is_tied
     np.testing.assert_array_equal(checkpoint.read("lm_head.weight"), weights["lm_head.weight"])
 
 
 def test_another_family_is_refused_with_its_name_and_what_is_supported(tmp_path: Path) -> None:
-    """Qwen3 differs in ways that would load and then talk nonsense."""
-    path = write_gguf(tmp_path / "q.gguf", tiny_metadata() | {"general.architecture": "qwen3"}, {})
-    with pytest.raises(UnsupportedModelError, match=r"architecture 'qwen3', supported are \['llama'\]"):
-        GgufLlama(GgufFile(path))
+    """Gemma differs in ways that would load and then talk nonsense."""
+    path = write_gguf(tmp_path / "q.gguf", tiny_metadata() | {"general.architecture": "gemma"}, {})
+    with pytest.raises(
+        UnsupportedModelError, match=r"architecture 'gemma', supported are \['llama', 'qwen2', "
+    ):
+        GgufCheckpoint(GgufFile(path))
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
@@ -45,11 +62,11 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     del tensors["blk.1.ffn_up.weight"]
     path = write_gguf(tmp_path / "short.gguf", tiny_metadata(), tensors)
     with pytest.raises(ModelFileError, match=r"short\.gguf has no tensor blk\.1\.ffn_up\.weight"):
-        GgufLlama(GgufFile(path))
+        GgufCheckpoint(GgufFile(path))
     del tensors["token_embd.weight"]
     path = write_gguf(tmp_path / "shorter.gguf", tiny_metadata(), tensors)
     with pytest.raises(ModelFileError, match=r"shorter\.gguf has no tensor token_embd\.weight"):
-        GgufLlama(GgufFile(path))
+        GgufCheckpoint(GgufFile(path))
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
@@ -58,16 +75,52 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> 
     tensors["blk.0.attn_k.weight"] = tensors["blk.0.attn_q.weight"]
     path = write_gguf(tmp_path / "wide.gguf", tiny_metadata(), tensors)
     with pytest.raises(ModelFileError, match=r"blk\.0\.attn_k\.weight has shape \(64, 64\), .* \(32, 64\)"):
-        GgufLlama(GgufFile(path))
+        GgufCheckpoint(GgufFile(path))
 
 
-@pytest.mark.parametrize("extra", ["blk.0.attn_q.bias", "rope_freqs.weight"])
+@pytest.mark.parametrize("extra", ["blk.0.attn_q.bias", "blk.0.ffn_gate_inp.weight"])
 def test_a_tensor_that_would_be_ignored_is_refused(tmp_path: Path, extra: str) -> None:
     """A bias or a frequency table left out changes every logit."""
     tensors = file_tensors(tiny_weights()) | {extra: np.ones(8, np.float32)}
     path = write_gguf(tmp_path / "more.gguf", tiny_metadata(), tensors)
-    with pytest.raises(UnsupportedModelError, match=f"1 tensors that a plain Llama has not, {extra}"):
-        GgufLlama(GgufFile(path))
+    with pytest.raises(UnsupportedModelError, match=f"1 tensors that a plain llama has not, {extra}"):
+        GgufCheckpoint(GgufFile(path))
+
+
+def test_llama_3_s_frequency_divisors_are_taken(tmp_path: Path) -> None:
+    """Every Llama 3 file has them; without them long texts lose their thread."""
+    divisors = np.linspace(1, 8, 8, dtype=np.float32)
+    tensors = file_tensors(tiny_weights()) | {"rope_freqs.weight": divisors}
+    path = write_gguf(tmp_path / "llama3.gguf", tiny_metadata(), tensors)
+    scaling = GgufCheckpoint(GgufFile(path)).hyperparameters.rope_scaling
+    assert scaling == RopeScaling(kind="factors", divisors=tuple(map(float, divisors)))
+    tensors["rope_freqs.weight"] = divisors[:5]
+    with pytest.raises(ModelFileError, match=r"rope_freqs\.weight has shape \(5,\), 8 positive numbers"):
+        GgufCheckpoint(GgufFile(write_gguf(tmp_path / "damaged.gguf", tiny_metadata(), tensors)))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "theirs"), [("qwen2", {}), ("qwen3", {"head_dim": 16}), ("llama", {})]
+)
+def test_each_family_s_file_gives_transformers_logits(
+    tmp_path: Path, architecture: str, theirs: dict[str, int]
+) -> None:
+    """The families differ in biases, norms and the order of rows; each would load as another one."""
+    model = hf_model(architecture, hidden_size=64, **theirs)
+    path = write_hf_as_gguf(model, tmp_path / "model.gguf")
+    loaded, _ = load_model(path, dtype=torch.float32, device="cpu")
+    torch.testing.assert_close(plain_logits(loaded, PROMPT), hf_logits(model, PROMPT), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("stored", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_every_format_reads_back_near_what_was_stored(tmp_path: Path, stored: str) -> None:
+    """A block format read with a wrong scale gives plausible weights and a mad model."""
+    weights = write_tiny(tmp_path / "tiny.gguf", stored)
+    checkpoint = GgufCheckpoint(GgufFile(tmp_path / "tiny.gguf"))
+    steps = {"F32": 0.0, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 1e-2, "Q5_0": 0.05, "Q5_1": 0.05}
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"):
+        error = np.abs(checkpoint.read(name).numpy() - weights[name]).max()
+        assert error <= steps.get(stored, 0.08) * np.abs(weights[name]).max()
 
 
 @pytest.mark.parametrize(
@@ -82,7 +135,7 @@ def test_other_rotary_positions_are_refused(tmp_path: Path, key: str, value: str
     """They work for short prompts, so nobody would notice that long ones are wrong."""
     path = write_gguf(tmp_path / "rope.gguf", tiny_metadata() | {key: value}, file_tensors(tiny_weights()))
     with pytest.raises(UnsupportedModelError, match=said):
-        GgufLlama(GgufFile(path))
+        GgufCheckpoint(GgufFile(path))
 
 
 def test_numbers_that_no_model_has_are_refused(tmp_path: Path) -> None:
@@ -90,4 +143,4 @@ def test_numbers_that_no_model_has_are_refused(tmp_path: Path) -> None:
     for key, value in (("llama.attention.head_count", 0), ("llama.attention.head_count_kv", 3)):
         path = write_gguf(tmp_path / "odd.gguf", tiny_metadata() | {key: value}, file_tensors(tiny_weights()))
         with pytest.raises(ModelFileError, match=r"odd\.gguf"):
-            GgufLlama(GgufFile(path))
+            GgufCheckpoint(GgufFile(path))

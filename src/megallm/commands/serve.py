@@ -1,0 +1,185 @@
+"""`megallm serve`: an OpenAI-compatible server over one model.
+
+What it says goes to stderr: a line for each step of the start, with its seconds, and one with the
+URL once the port answers. Knows the public API alone; the model and the engine come in as
+arguments, so tests put fakes there.
+"""
+
+import argparse
+import json
+import shlex
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TextIO
+
+from megallm.commands.argument_types import share, whole
+from megallm.commands.generate import Load
+from megallm.http.parsers.registry import PARSER_NAMES
+
+API_KEY_VARIABLE = "MEGALLM_API_KEY"
+"""Where the API key is looked for when no option gives it: other users of a machine see options."""
+
+
+class Server(Protocol):
+    """The part of `RunningServer` that the command uses."""
+
+    @property
+    def port(self) -> int: ...
+
+    def stopping_on_signals(self) -> AbstractContextManager[None]:
+        """Makes SIGINT and SIGTERM drain the server while the block runs."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks until it has stopped."""
+        ...
+
+
+class Serving(Protocol):
+    """The part of `MegatronLLM` that the command uses."""
+
+    def serve(self, serve_config: Any, *, blocking: bool) -> Server | None:  # Any: fakes take no config
+        """Gives the server once its port answers."""
+        ...
+
+
+type OpenEngine = Callable[[Any, Any, argparse.Namespace], AbstractContextManager[Serving]]
+"""Gives the engine round a model and its tokenizer, as the options say. Any: as in `Load`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    add = parser.add_argument
+    add("--model", default="smollm2-135m", help="a known name or a path (default: %(default)s)")
+    add("--model-name", metavar="NAME", help="what requests call the model (default: as --model)")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="the address to listen on (default: %(default)s, this machine alone)",
+    )
+    add("--port", type=whole(0), default=8000, metavar="N", help="0 takes a free one (default: %(default)s)")
+    add("--api-key", metavar="KEY", help=f"what requests must bring along (default: ${API_KEY_VARIABLE})")
+    add(
+        "--parser",
+        action="append",
+        default=[],
+        metavar="NAME",
+        choices=PARSER_NAMES,
+        help="of the output, in order; may be given again: %(choices)s",
+    )
+    add(
+        "--frontend-replicas",
+        type=whole(0),
+        default=1,
+        metavar="N",
+        help="processes for HTTP and text; 0: the engine's own (default: %(default)s)",
+    )
+    add(
+        "--drain-timeout",
+        type=share(None),
+        default=30.0,
+        metavar="S",
+        help="seconds that answers under way have when it stops (default: %(default)g)",
+    )
+    add(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="pages that may call; may be given again, '*' is any",
+    )
+    add(
+        "--max-requests",
+        type=whole(1),
+        metavar="N",
+        help="answers computed at once (default: by model and memory)",
+    )
+    add(
+        "--buffer-gb",
+        type=share(None),
+        metavar="GB",
+        help="memory of the KV cache (default: by model and memory)",
+    )
+    add("--no-prefix-caching", action="store_true", help="compute shared beginnings of prompts each time")
+    add("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's choice)")
+    add("--verbose", action="store_true", help="log each request")
+
+
+def run(options: argparse.Namespace, *, load: Load, open_engine: OpenEngine, stderr: TextIO) -> int:
+    """Serves until SIGINT or SIGTERM, then drains; gives the exit code.
+
+    Raises: what loading, the engine and the server raise.
+    """
+    from megallm.http.serve_config import ServeConfig
+
+    name = options.model_name or options.model
+    config = ServeConfig(
+        host=options.host,
+        port=options.port,
+        parsers=options.parser,
+        verbose=options.verbose,
+        frontend_replicas=options.frontend_replicas,
+        model_name=name,
+        api_key=options.api_key,
+        drain_timeout_s=options.drain_timeout,
+        cors_origins=options.cors_origin,
+    )
+    steps = _Steps(stderr)
+    model, tokenizer = load(options.model, options.threads)
+    steps.done(f"loaded {options.model}")
+    with open_engine(model, tokenizer, options) as llm:
+        steps.done("started the engine")
+        server = llm.serve(config, blocking=False)
+        if server is None:  # a rank that another one serves for
+            return 0
+        with server.stopping_on_signals():
+            steps.done(f"started {_front_ends(options.frontend_replicas)}")
+            url = f"http://{_shown_host(options.host)}:{server.port}"
+            curl = _curl(url, name, has_key=options.api_key is not None)
+            print(
+                f"megallm: ready after {steps.total_s:.1f} s at {url}; try: {curl}", file=stderr, flush=True
+            )
+            server.wait()
+    steps.done("stopped")
+    return 0
+
+
+class _Steps:
+    """Says what took how long."""
+
+    def __init__(self, stderr: TextIO) -> None:
+        self._stderr = stderr
+        self._began = self._last = time.perf_counter()
+
+    @property
+    def total_s(self) -> float:
+        return time.perf_counter() - self._began
+
+    def done(self, what: str) -> None:
+        now = time.perf_counter()
+        print(f"megallm: {what}: {now - self._last:.1f} s", file=self._stderr, flush=True)
+        self._last = now
+
+
+def _front_ends(num_replicas: int) -> str:
+    match num_replicas:
+        case 0:
+            return "the server in the engine's process"
+        case 1:
+            return "the server process"
+        case _:
+            return f"{num_replicas} server processes"
+
+
+def _shown_host(host: str) -> str:
+    """Gives the host as a client on this machine writes it."""
+    if host in {"0.0.0.0", "::", ""}:  # noqa: S104 - compared, not bound
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _curl(url: str, name: str, *, has_key: bool) -> str:
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
+    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if has_key else ""
+    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -1,0 +1,52 @@
+"""The router: owner of what went to which data-parallel rank. Says where each new request goes.
+
+Knows ids and the keys of prompts' blocks; neither the ranks' engines nor how they are reached.
+"""
+
+from typing import ClassVar, assert_never
+
+from megallm.core_async.errors import EngineDeadError
+from megallm.core_async.kit.actor import Actor, Refusal
+from megallm.core_async.messages import (
+    PrefixesForgotten,
+    RankJoined,
+    RankLost,
+    RequestsEnded,
+    RouteRequests,
+)
+from megallm.core_async.plan.routing import RoutingTable
+
+type RouterMessage = RouteRequests | RequestsEnded | RankLost | RankJoined | PrefixesForgotten
+
+
+class Router(Actor[RouterMessage]):
+    """Owns the routing table; only it mutates it. One message a submission, and one a step of a rank."""
+
+    name: ClassVar[str] = "router"
+    capacity: ClassVar[int] = 4096
+    """Submissions of one turn of the loop, and a step of each rank."""
+
+    def __init__(self, table: RoutingTable) -> None:
+        super().__init__()
+        self._table = table
+
+    async def handle(self, message: RouterMessage) -> object:
+        """See the messages."""
+        match message:
+            case RouteRequests(request_ids, keys):
+                if not self._table.ranks:
+                    raise Refusal(EngineDeadError("no data-parallel rank is left; start the engine again"))
+                pairs = zip(request_ids, keys, strict=True)
+                return [self._table.route(request_id, own_keys) for request_id, own_keys in pairs]
+            case RequestsEnded(request_ids):
+                for request_id in request_ids:
+                    self._table.end(request_id)
+            case RankLost(rank):
+                return self._table.lose(rank)
+            case RankJoined(rank):
+                self._table.add(rank)
+            case PrefixesForgotten(rank):
+                self._table.forget_prefixes(rank)
+            case _:
+                assert_never(message)
+        return None

@@ -1,0 +1,30 @@
+"""What comes before attention on CUDA: rotary positions, and the cache write. Import it only where it runs."""
+
+from torch import Tensor
+
+from megallm.core_async.device import triton_layer
+from megallm.core_async.device.attention import AttentionBatch, PagedLayer
+
+
+def turned(layer: PagedLayer, batch: AttentionBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Turns and writes keys, writes values; gives `[tokens, kv_heads, heads per kv head, head_dim]`, turned.
+
+    `query` comes as `Attention.attend` takes it, and is overwritten where it may be.
+    """
+    shape = layer.shape
+    if query.dim() == 3:  # noqa: PLR2004 - heads not yet by kv head
+        query = query.unflatten(1, (shape.num_kv_heads, -1))
+    query, key, value = (
+        part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value)
+    )
+    triton_layer.turn_and_write(
+        query,
+        key,
+        value,
+        batch.cosines if shape.uses_rope else None,
+        batch.sines if shape.uses_rope else None,
+        batch.slots,
+        layer.cache,
+        is_interleaved=batch.is_rope_interleaved,
+    )
+    return query

@@ -1,0 +1,137 @@
+"""Hyperparameters as megatron-core's TransformerConfig and layer specs, plain torch throughout.
+
+Knows megatron's options and its local specs (no Transformer Engine); knows no file and no weights.
+"""
+# megatron-core is untyped:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch.nn.functional import silu
+
+from megallm.models.checkpoint import Hyperparameters
+
+
+def transformer_config(
+    size: Hyperparameters, dtype: torch.dtype, *, is_on_cpu: bool, is_hybrid: bool = False
+) -> TransformerConfig:
+    """Gives the config; a hybrid model has two of its layers, attention and MLP, for each of ours."""
+    return TransformerConfig(
+        num_layers=size.num_layers * (2 if is_hybrid else 1),
+        hidden_size=size.hidden_size,
+        num_attention_heads=size.num_heads,
+        num_query_groups=size.num_kv_heads,
+        kv_channels=size.head_dim,
+        ffn_hidden_size=size.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=size.norm_epsilon,
+        qk_layernorm=size.has_qk_norm,
+        activation_func=silu,
+        gated_linear_unit=True,
+        add_bias_linear=size.has_output_bias or size.has_mlp_bias,
+        add_qkv_bias=size.has_qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        use_cpu_initialization=is_on_cpu,
+        perform_initialization=False,
+        # torch.compile'd or CUDA-only versions of what the local spec does in plain torch
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **_layer_options(size, is_hybrid=is_hybrid),
+        **_expert_options(size),
+    )
+
+
+def gpt_spec(size: Hyperparameters, config: TransformerConfig) -> Any:  # Any: one of two specs
+    """Gives the layers of a GPTModel: one spec for all, or one for each where kinds differ."""
+    if size.experts is not None and size.experts.dense_layers:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    return _layer_spec(size)
+
+
+def hybrid_spec(size: Hyperparameters) -> ModuleSpec:
+    """Gives the three kinds of layer that a HybridModel may have here: attention, MLP, experts."""
+    dense, mixed = _layer_spec(size, has_experts=False).submodules, _layer_spec(size).submodules
+    kinds = HybridStackSubmodules(
+        attention_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=dense.input_layernorm,
+                self_attention=dense.self_attention,
+                self_attn_bda=dense.self_attn_bda,
+            ),
+        ),
+        mlp_layer=_mlp_spec(MLPLayer, dense),
+        moe_layer=_mlp_spec(TransformerLayer, mixed),
+    )
+    return ModuleSpec(module=HybridStack, submodules=kinds)
+
+
+def hybrid_pattern(size: Hyperparameters) -> str:
+    """Gives the kinds of a HybridModel's layers: `*` attention, `-` an MLP, `E` experts."""
+    return "".join("*E" if size.has_experts(layer) else "*-" for layer in range(size.num_layers))
+
+
+def _layer_spec(size: Hyperparameters, *, has_experts: bool = True) -> Any:  # Any: untyped specs
+    return get_gpt_layer_local_spec(
+        num_experts=size.experts.num_experts if size.experts is not None and has_experts else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=size.has_qk_norm,
+        normalization="RMSNorm",
+    )
+
+
+def _mlp_spec(layer: type, local: Any) -> ModuleSpec:  # Any: the same
+    return ModuleSpec(
+        module=layer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=local.pre_mlp_layernorm, mlp=local.mlp, mlp_bda=local.mlp_bda
+        ),
+    )
+
+
+def _layer_options(size: Hyperparameters, *, is_hybrid: bool) -> dict[str, Any]:  # Any: options
+    """Gives what differs from layer to layer, as megatron's lists of ones and zeros."""
+    options: dict[str, Any] = {}
+    if size.unturned_layers:
+        options["no_rope_freq"] = _marks(size, size.unturned_layers, is_hybrid=is_hybrid)
+    if size.window is not None and size.windowed_layers:
+        options["window_size"] = (size.window, 0)
+        options["window_attn_skip_freq"] = _marks(size, size.windowed_layers, is_hybrid=is_hybrid)
+    return options
+
+
+def _marks(size: Hyperparameters, layers: tuple[int, ...], *, is_hybrid: bool) -> list[int]:
+    marks = [int(layer in layers) for layer in range(size.num_layers)]
+    return [mark for mark in marks for _ in range(2)] if is_hybrid else marks
+
+
+def _expert_options(size: Hyperparameters) -> dict[str, Any]:  # Any: options
+    if size.experts is None:
+        return {}
+    return {
+        "num_moe_experts": size.experts.num_experts,
+        "moe_router_topk": size.experts.num_chosen,
+        "moe_ffn_hidden_size": size.experts.ffn_size,
+        "moe_layer_freq": [int(size.has_experts(layer)) for layer in range(size.num_layers)],
+        # a softmax over the chosen alone is the renormalised softmax over all
+        "moe_router_pre_softmax": not size.experts.is_renormalised,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather",
+        "moe_grouped_gemm": False,
+    }

@@ -1,0 +1,71 @@
+"""Routes for whoever runs the server."""
+
+import json
+
+import httpx
+import pytest
+
+from megallm.http.service import AppSettings
+from tests.http.serving import AsgiCall, Served, serving
+
+pytestmark = pytest.mark.anyio
+
+KEYED = AppSettings(api_key="k")
+KEY = (("authorization", "Bearer k"),)
+ROUTES = ["pause", "unpause", "suspend", "resume", "abort", "v1/start_profile", "v1/stop_profile"]
+
+
+async def call(served: Served, path: str, body: object = None) -> httpx.Response:
+    """Posts with the key."""
+    return await served.post(path, b"" if body is None else body, authorization="Bearer k")
+
+
+@pytest.mark.parametrize("name", ROUTES)
+async def test_a_server_without_a_key_has_none(name: str) -> None:
+    """Everybody could stop it."""
+    async with serving() as served:
+        assert (await served.refused(f"/{name}", {}, 403))["type"] == "permission_error"
+
+
+async def test_the_lifecycle_is_the_engines() -> None:
+    """With its own errors where a call is not legal."""
+    async with serving(settings=KEYED, checks_idle=False) as served:
+        for name, phase in [
+            ("pause", "paused"),
+            ("unpause", "running"),
+            ("suspend", "suspended"),
+            ("resume", "paused"),
+        ]:
+            assert (await call(served, f"/{name}")).json() == {"status": "ok", "phase": phase}
+        assert (await call(served, "/pause", {"mode": "abort"})).json()["phase"] == "paused"
+        assert (await call(served, "/pause", {"mode": "x"})).json()["error"]["param"] == "mode"
+        await call(served, "/suspend")
+        response = await call(served, "/unpause")
+        assert (response.status_code, response.json()["error"]["type"]) == (409, "conflict_error")
+
+
+async def test_an_abort_ends_the_requests_of_an_id() -> None:
+    """A stream gets an error frame; its blocks are free."""
+    async with serving(settings=KEYED, checks_idle=False) as served:
+        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        one = AsgiCall(served, "/v1/completions", body, headers=[*KEY, ("x-request-id", "one")])
+        two = AsgiCall(served, "/v1/completions", body, headers=[*KEY, ("x-request-id", "two")])
+        await one.until_chunks(2)
+        await two.until_chunks(2)
+        assert (await call(served, "/abort", {"request_id": "one"})).json()["aborted"] == 1
+        last = (await one.ended()).rstrip().rpartition(b"data: ")[2]
+        assert "aborted" in json.loads(last)["error"]["message"]
+        assert not two.has_ended.is_set()
+        assert (await call(served, "/abort", {"request_id": "one"})).json()["aborted"] == 0
+        assert (await call(served, "/abort", {"abort_all": True})).json()["aborted"] >= 1
+        await two.ended()
+        for body in ({}, {"request_id": "a", "abort_all": True}):
+            assert (await call(served, "/abort", body)).status_code == 400
+
+
+@pytest.mark.parametrize("action", ["start", "stop"])
+async def test_a_profiler_needs_cuda(action: str) -> None:
+    """It says so instead of doing nothing."""
+    async with serving(settings=KEYED, checks_idle=False) as served:
+        response = await call(served, f"/{action}_profile")
+        assert (response.status_code, response.json()["error"]["type"]) == (501, "server_error")
