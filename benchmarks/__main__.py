@@ -17,7 +17,11 @@ SUITES: Final = {
     "block_pool": "what a block costs the block pool, and a scheduler's step its prefix cache",
     "control_plane": "the engine's own work a step, with a runner that costs nothing",
     "kernels": "decode attention on a GPU, against the bytes it reads",
+    "numerics": "log-probs beside a plain forward pass of the same module, and greedy tokens",
     "offline": "tokens per second of whole batches, beside transformers on the same weights",
+    "prefix": "many questions behind one long system prompt, without and with prefix caching",
+    "simulate": "a service of many replicas on a virtual clock, its schedulers and router the real ones",
+    "sleep": "memory given back by suspend and left behind by cycles and requests, on a GPU",
 }
 """Every suite: a module of this package, and what it measures."""
 

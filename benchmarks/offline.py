@@ -6,6 +6,7 @@ so that what else the machine does hits all alike. `output_tok_s` counts the who
 included; `prompt_tok_s` is up to the last prompt's first token. `step_ms` is the median step:
 `total` from one step's tokens to the next's where a case has decode steps, and megallm's parts of it,
 of which `plan` and `post` run beside another step's `forward`.
+`--batch-invariant` adds the engine that keeps log-probs the same to the bit, and what it costs.
 """
 
 import argparse
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from benchmarks.offline_engines import Engine, Timing
 
 ENGINES: Final = ("megallm", "transformers")
+INVARIANT: Final = "megallm, batch_invariant"
 RATIOS: Final = "megallm / transformers"
+COST: Final = "What batch_invariant=True costs: its time / the default's"
 PARTS: Final = ("total", "plan", "prepare", "forward", "sample", "post")
 
 
@@ -52,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=",".join(ENGINES),
         metavar="NAME,...",
         help="default: %(default)s",
+    )
+    add(
+        "--batch-invariant",
+        action="store_true",
+        help="run megallm with batch_invariant=True as well, and show what it costs",
     )
     add("--threads", type=int, default=num_cores(), metavar="N", help="CPU threads (default: %(default)s)")
     add("--repetitions", type=int, default=3, metavar="N", help="turns of each engine (default: %(default)s)")
@@ -91,6 +99,8 @@ def run(options: argparse.Namespace) -> Report:
     if "transformers" in names and options.model in SHAPES:
         notes.append("megallm alone: random weights have no file that transformers could read")
         names = [name for name in names if name != "transformers"]
+    if options.batch_invariant:
+        names = [*names, INVARIANT]
     cases: list[Case] = options.cases
     measured: dict[Case, dict[str, list[Timing]]] = {}
     with ExitStack() as stack:
@@ -113,13 +123,15 @@ def run(options: argparse.Namespace) -> Report:
         for name, timings in by_engine.items()
     ]
     tables = [_speeds(results, f"{shape}, {options.threads} threads"), _steps(results)]
-    if set(names) == set(ENGINES):
-        tables.append(_ratios(measured))
+    if set(ENGINES) <= set(names):
+        tables.append(_ratios(RATIOS, measured, "megallm", "transformers"))
+    if {"megallm", INVARIANT} <= set(names):
+        tables.append(_ratios(COST, measured, "megallm", INVARIANT))
     return Report("offline", tables, results, notes)
 
 
 def _open(names: Iterable[str], options: argparse.Namespace, stack: ExitStack) -> "dict[str, Engine]":
-    """Loads the model once for each engine; `stack` closes them."""
+    """Starts the engines, each on weights of its own; `stack` closes them."""
     import torch  # noqa: PLC0415 - takes seconds, which `--help` need not wait for
 
     from benchmarks.offline_engines import Megallm, Transformers  # noqa: PLC0415
@@ -127,13 +139,18 @@ def _open(names: Iterable[str], options: argparse.Namespace, stack: ExitStack) -
     from megallm.models.load import find_file, open_checkpoint  # noqa: PLC0415
 
     torch.set_num_threads(options.threads)
-    model, tokenizer = random_model(options.model) if options.model in SHAPES else load_model(options.model)
-    weight = next(model.parameters())
+    load = random_model if options.model in SHAPES else load_model
+    model, tokenizer = load(options.model)
     engines: dict[str, Engine] = {}
     for name in names:
-        if name == "megallm":
-            engine = Megallm(model, tokenizer, options.cases, options.cache_gb)
+        if engines and name == INVARIANT:
+            model, tokenizer = load(options.model)  # an engine has its model to itself
+        if name != "transformers":
+            engine = Megallm(
+                model, tokenizer, options.cases, options.cache_gb, batch_invariant=name == INVARIANT
+            )
         else:
+            weight = next(model.parameters())
             checkpoint = open_checkpoint(find_file(options.model))
             engine = Transformers(checkpoint, dtype=weight.dtype, device=weight.device)
         engines[name] = stack.enter_context(closing(engine))
@@ -168,12 +185,12 @@ def _steps(results: list[dict[str, object]]) -> Table:
     return Table("Milliseconds of the median step", ("case", "engine", *PARTS), rows)
 
 
-def _ratios(measured: "dict[Case, dict[str, list[Timing]]]") -> Table:
-    """Gives how many times faster megallm is, and the share of tokens on which both agree."""
+def _ratios(title: str, measured: "dict[Case, dict[str, list[Timing]]]", engine: str, other: str) -> Table:
+    """Gives how many times faster an engine is than another, and the share of tokens on which both agree."""
     columns = ("case", "output", "prompt", "step", "same tokens")
     rows: list[tuple[Cell, ...]] = []
     for case, by_engine in measured.items():
-        ours, theirs = by_engine["megallm"], by_engine["transformers"]
+        ours, theirs = by_engine[engine], by_engine[other]
         steps = [
             statistics.median(t.step_ms.get("total", 0.0) for t in timings) for timings in (theirs, ours)
         ]
@@ -186,7 +203,7 @@ def _ratios(measured: "dict[Case, dict[str, list[Timing]]]") -> Table:
                 _agreement(ours[0].token_ids, theirs[0].token_ids),
             )
         )
-    return Table(RATIOS, columns, rows)
+    return Table(title, columns, rows)
 
 
 def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> str:

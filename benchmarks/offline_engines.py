@@ -49,8 +49,16 @@ class Engine(Protocol):
 class Megallm:
     """`MegatronLLM`, as a script uses it."""
 
-    def __init__(self, model: Any, tokenizer: Any, cases: Sequence[Case], cache_gb: float) -> None:
-        """Starts an engine whose limits hold every one of `cases`. Any: megatron's model is untyped."""
+    def __init__(  # Any: megatron's model is untyped
+        self,
+        model: Any,
+        tokenizer: Any,
+        cases: Sequence[Case],
+        cache_gb: float,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        """Starts an engine whose limits hold every one of `cases`."""
         longest = max(max(map(sum, zip(c.prompt_lengths, c.output_lengths, strict=True))) for c in cases)
         config = InferenceConfig(
             buffer_size_gb=cache_gb,  # pyright: ignore[reportArgumentType] - declared int, used as a number
@@ -58,7 +66,11 @@ class Megallm:
             max_sequence_length=longest,
         )
         self._llm = MegatronLLM(
-            model=model, tokenizer=tokenizer, inference_config=config, use_coordinator=False
+            model=model,
+            tokenizer=tokenizer,
+            inference_config=config,
+            use_coordinator=False,
+            batch_invariant=batch_invariant,
         )
         self._vocab_size = self._llm.engine.config.vocab_size
         self._text_times = self._llm.engine.times
@@ -194,7 +206,7 @@ def llama_of(checkpoint: Checkpoint) -> Any:  # Any: transformers may be missing
     )
     model = LlamaForCausalLM(config).eval()
     model.set_attn_implementation("sdpa")
-    weights = {spec.name: torch.from_numpy(checkpoint.read(spec.name)) for spec in tensor_specs(size)}
+    weights = {spec.name: checkpoint.read(spec.name).float() for spec in tensor_specs(size)}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     allowed = ["lm_head.weight"] if size.is_tied else []  # the embedding itself
     assert missing == allowed, f"weights missing: {missing}, allowed to: {allowed}"

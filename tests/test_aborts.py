@@ -7,6 +7,7 @@ from contextlib import closing
 import anyio
 import pytest
 
+from megallm.core_async.actors.detokenizer import Parcel
 from megallm.core_async.kit.outbox import Outbox
 from megallm.core_async.llm import MegatronAsyncLLM
 from megallm.core_async.messages import Completion, Delta
@@ -42,7 +43,7 @@ class Aborter:
         assert await self._rig.tokens_of(prompt, num_tokens) == continuation(prompt, num_tokens)
 
     async def leave_some(self) -> None:
-        """Submits a batch of requests and leaves it: waiting, in a prompt, in an output, at its end, twice."""
+        """Submits requests and leaves them: waiting, in a prompt, in an output, at the end, twice."""
         budgets = [self._random.randrange(1, 20) for _ in range(self._random.randrange(1, 5))]
         requests = [
             self._rig.request(self.prompt(), budget, is_streamed=self._random.random() < 0.5)
@@ -63,7 +64,7 @@ class Aborter:
         self.num_aborts += len(requests)
 
     @staticmethod
-    async def _until_some_end(outbox: "Outbox[object]", num_requests: int) -> None:
+    async def _until_some_end(outbox: Outbox[Parcel], num_requests: int) -> None:
         """Waits until at most one has not ended."""
         num_ended = 0
         while num_ended < max(num_requests - 1, 1):

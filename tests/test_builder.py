@@ -155,8 +155,8 @@ def test_settings_left_alone_are_not_remarked_on(caplog: pytest.LogCaptureFixtur
     assert caplog.text == ""
 
 
-def test_each_data_parallel_rank_samples_by_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the same prompt, sent to several of them, would give an RL loop the same text each time."""
+def test_each_replica_samples_by_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the same prompt, sent to several replicas, would give an RL loop the same text each time."""
     base = shared_model().config.inference_sampling_seed
     with monkeypatch.context() as patch:
         patch.setattr(parallel_state, "get_data_parallel_rank", lambda: 3)

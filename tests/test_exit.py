@@ -49,6 +49,26 @@ assert os.waitstatus_to_exitcode(status) == 7, status
 assert tokens_of(llm.generate("A", greedy(4))) == [expected("A", 4)]
 """
 
+DROP = """
+from megallm.core_async.config import GIB
+from tests.small_llm import settings, threads_of_engines
+
+def mapped_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+del llm
+config = settings()
+config.buffer_size_gb = 1
+before = mapped_bytes()
+for _ in range(3):
+    llm = make_llm(config=config)
+    assert tokens_of(llm.generate("A", greedy(4))) == [expected("A", 4)]
+    held = mapped_bytes() - before
+    del llm
+    print(json.dumps([held / GIB, (mapped_bytes() - before) / GIB, threads_of_engines()]), flush=True)
+"""
+
 
 def run(script: str) -> "subprocess.CompletedProcess[str]":
     """Runs a program; 60 s at most."""
@@ -70,9 +90,18 @@ def test_a_step_that_outlasts_the_program_does_not_abort_it() -> None:
     assert "is left behind" in done.stderr, "the thread was to be busy for longer than the stop waits"
 
 
-def test_a_fork_has_no_engine_and_says_so() -> None:
-    """Its engine's threads are the parent's: a call would wait for ever, and so would the exit."""
-    done = run(FORK)
+def test_forks_have_no_engine_and_forgotten_engines_no_memory() -> None:
+    """A fork's call would wait for ever, and so would its exit.
+
+    Dropped without closing, three times in a row, an engine gives back its cache, its threads and the
+    model; the program ends as if nothing had been.
+    """
+    done = run(FORK + DROP)
     assert done.returncode == 0, done.stderr
-    (said,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
+    said, *dropped = [json.loads(line) for line in done.stdout.splitlines()]
     assert "is a fork of it; start an engine here, or fork before" in said
+    assert len(dropped) == 3
+    for held_gib, left_gib, threads in dropped:
+        assert held_gib > 0.9
+        assert left_gib < 0.5, dropped
+        assert threads == []

@@ -76,9 +76,14 @@ def test_generated_log_probs_equal_the_scored_ones_to_the_bit(model: Any, num_gr
         batch_invariant=True,
         use_coordinator=False,
     ) as llm:
-        rollouts = [llm.generate(prompts, params, progress=False), llm.generate(prompts[::-1], params, progress=False)[::-1]]
+        rollouts = [
+            llm.generate(prompts, params, progress=False),
+            llm.generate(prompts[::-1], params, progress=False)[::-1],
+        ]
         assert llm.engine.stats().preemptions > 0
-        texts = [prompt + result.generated_tokens for prompt, result in zip(prompts, rollouts[0], strict=True)]
+        texts = [
+            prompt + result.generated_tokens for prompt, result in zip(prompts, rollouts[0], strict=True)
+        ]
         scores = llm.score(texts)
         alone = llm.score(texts[7:8])
     assert alone[0].prompt_log_probs == scores[7].prompt_log_probs

@@ -61,14 +61,18 @@ def twins(request: pytest.FixtureRequest) -> Generator[tuple[Megatron, Megatron]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_are_as_near_to_float32_as_megatrons_own(twins: tuple[Megatron, Megatron], backend: str) -> None:
+def test_logits_are_as_near_to_float32_as_megatrons_own(
+    twins: tuple[Megatron, Megatron], backend: str
+) -> None:
     """Greedy answers follow megatron's up to the first near-tie, with graphs and op by op."""
     model, exact = twins
     answers: list[list[list[int]]] = []
     for num_graphs in (0, -1):
         planner = _started(model, backend, num_graphs)
         try:
-            sequences = [planner.add([(7 * place + 3) % 96 for place in range(count)]) for count in PROMPT_LENGTHS]
+            sequences = [
+                planner.add([(7 * place + 3) % 96 for place in range(count)]) for count in PROMPT_LENGTHS
+            ]
             with recorded_logits(model) as recorded:
                 planner.step(*((sequence, sequence.num_pending) for sequence in sequences))
                 planner.decode(*sequences, num_steps=STEPS - 1)

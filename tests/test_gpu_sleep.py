@@ -38,9 +38,7 @@ def test_sleep_gives_the_cache_back_and_answers_go_on(model: Any, mode: str) -> 
     rng = random.Random(1)
     prompts = [[rng.randrange(SIZE.vocab_size) for _ in range(40)] for _ in range(16)]
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=8, ignore_eos=True)
-    with MegatronLLM(
-        model=model, tokenizer=NumberTokenizer(SIZE.vocab_size), inference_config=config
-    ) as llm:
+    with MegatronLLM(model=model, tokenizer=NumberTokenizer(SIZE.vocab_size), inference_config=config) as llm:
         expected = [result.generated_tokens for result in llm.generate(prompts, params, progress=False)]
         awake: list[int] = []
         for _ in range(CYCLES):
@@ -57,15 +55,17 @@ def test_sleep_gives_the_cache_back_and_answers_go_on(model: Any, mode: str) -> 
 
 def test_requests_leave_no_memory_behind(model: Any) -> None:
     """A server that grows by a kilobyte a request dies within a day."""
-    config = InferenceConfig(buffer_size_gb=CACHE_GB, max_sequence_length=512, max_requests=64, max_tokens=512)
+    config = InferenceConfig(
+        buffer_size_gb=CACHE_GB, max_sequence_length=512, max_requests=64, max_tokens=512
+    )
     rng = random.Random(2)
     params = SamplingParams(temperature=0.9, num_tokens_to_generate=4, ignore_eos=True)
-    with MegatronLLM(
-        model=model, tokenizer=NumberTokenizer(SIZE.vocab_size), inference_config=config
-    ) as llm:
+    with MegatronLLM(model=model, tokenizer=NumberTokenizer(SIZE.vocab_size), inference_config=config) as llm:
         used: list[int] = []
         for _ in range(4):
-            prompts = [[rng.randrange(SIZE.vocab_size) for _ in range(rng.randint(1, 60))] for _ in range(256)]
+            prompts = [
+                [rng.randrange(SIZE.vocab_size) for _ in range(rng.randint(1, 60))] for _ in range(256)
+            ]
             llm.generate(prompts, params, progress=False)
             used.append(used_bytes())
     assert used[-1] - used[1] < 32 * MIB

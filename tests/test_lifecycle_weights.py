@@ -67,8 +67,9 @@ def held_after(brakes: Brake, num_forwards: int) -> Generator[None]:
 # ---- the same weights ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("how", ["pause", "suspend"])
 @EVERY_KV_MODE
-def test_suspend_and_resume_change_no_output_of_a_real_model(kv_mode: KVCacheManagementMode) -> None:
+def test_a_round_trip_changes_no_output_of_a_real_model(kv_mode: KVCacheManagementMode, how: str) -> None:
     """With requests in flight, one of them streamed: as without, to the token."""
     with brake() as brakes, sync_llm(config=settings(kv_cache_management_mode=kv_mode)) as llm:
         results: list[Result] = []
@@ -85,11 +86,11 @@ def test_suspend_and_resume_change_no_output_of_a_real_model(kv_mode: KVCacheMan
         for thread in threads:
             thread.start()
         assert brakes.is_holding.wait(5)
-        suspend = threading.Thread(target=llm.suspend)
-        suspend.start()
+        stop = threading.Thread(target=getattr(llm, how))
+        stop.start()
         brakes.release()
-        suspend.join()
-        assert llm.engine.phase == "suspended"
+        stop.join()
+        assert llm.engine.phase == {"pause": "paused", "suspend": "suspended"}[how]
         num_forwards = brakes.num_forwards
         llm.resume()
         assert brakes.num_forwards == num_forwards

@@ -14,7 +14,8 @@ from tokenizers.pre_tokenizers import ByteLevel as ByteLevelEncoder
 from megallm.core_async.matchers import Matchers
 from megallm.core_async.structured import grammar_of
 from megallm.core_async.tokenizers import TokenizerAdapter
-from megallm.models.tokenizer import ByteLevelTokenizer, SpecialIds
+from megallm.models.base_tokenizer import SpecialIds
+from megallm.models.tokenizer import ByteLevelTokenizer
 from tests.byte_tokenizer import ByteTokenizer
 
 VOCAB = 300

@@ -1,4 +1,4 @@
-"""What goes wrong with one request stays that request's: data in its result, and nothing for its neighbours."""
+"""What goes wrong with one request is data in its result, and nothing to its neighbours."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -41,9 +41,7 @@ def failure_of(result: Result) -> Exception:
     """Gives why a result failed, as its events say."""
     assert (result.status, result.finish_reason) == (Status.FAILED, "error")
     (payload,) = [
-        event.payload
-        for event in result.events
-        if event.type is DynamicInferenceEventType.ERROR_NONTRANSIENT
+        event.payload for event in result.events if event.type is DynamicInferenceEventType.ERROR_NONTRANSIENT
     ]
     assert isinstance(payload, Exception)
     return payload
@@ -51,7 +49,12 @@ def failure_of(result: Result) -> Exception:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"stop_words": ["~never~"]}, {"return_log_probs": True, "top_n_logprobs": 2}, {"return_segments": True}],
+    [
+        {},
+        {"stop_words": ["~never~"]},
+        {"return_log_probs": True, "top_n_logprobs": 2},
+        {"return_segments": True},
+    ],
     ids=str,
 )
 def test_a_text_that_can_not_be_made_fails_its_request_alone(fields: dict[str, Any]) -> None:
@@ -122,6 +125,10 @@ async def test_a_failure_nobody_reckoned_with_ends_the_engine_and_leaves_no_read
         rig = Rig(Engine(config, fake_runner(config), Broken()), fake_runner(config))
         async with anyio.create_task_group() as tasks:
             await tasks.start(rig.engine.run)
-            with closing(await rig.engine.submit([rig.request([1], 1, is_streamed=is_streamed)])) as outbox:
-                with pytest.raises(EngineDeadError, match="IndexError: a bug"), anyio.fail_after(10):
-                    await outbox.take()
+            outbox = await rig.engine.submit([rig.request([1], 1, is_streamed=is_streamed)])
+            with (
+                closing(outbox),
+                pytest.raises(EngineDeadError, match="IndexError: a bug"),
+                anyio.fail_after(10),
+            ):
+                await outbox.take()

@@ -1,25 +1,86 @@
 """The command line: `megallm COMMAND`; `megallm COMMAND --help` lists its options.
 
-Answers go to stdout; the bar, the summary and errors, one line each, to stderr. Exit codes: 0 every
-prompt was answered, 1 some prompt failed, 2 bad usage (an option, a file, a value), 3 the model or
-the engine failed, 130 Ctrl-C, 141 the reader of stdout left.
+Answers go to stdout; the bar, the summary and errors, one line each, to stderr. Exit codes: 0 all went
+well, 1 some prompt failed, 2 bad usage (an option, a file, a value), 3 the model or the engine failed,
+130 Ctrl-C, 141 the reader of stdout left; `bench` has those of the benchmarks.
 """
 
 import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TextIO
 
+from msgspec import Struct
+
 from megallm import MegaLLMError
-from megallm.commands import generate, serve
+from megallm.commands import bench, chat, completion, generate, model_card, serve
 
 EXIT_USAGE = 2
 EXIT_ENGINE = 3
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
+
+
+class Surroundings(Struct, frozen=True):
+    """What a command works with: the model's loader, the engines, the streams."""
+
+    load: generate.Load
+    open_engine: generate.OpenEngine
+    open_serving: Callable[[Any, Any, argparse.Namespace], AbstractContextManager[Any]]
+    """Any: a model and tokenizer as in `Load`, and the engine as `serve` or `chat` takes it."""
+    stdin: TextIO
+    stdout: TextIO
+    stderr: TextIO
+
+
+class Command(Struct, frozen=True):
+    """One command: what `--help` says of it, its arguments, and how it is run."""
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Surroundings], int]
+
+
+def _generate(options: argparse.Namespace, at: Surroundings) -> int:
+    streams = {"stdin": at.stdin, "stdout": at.stdout, "stderr": at.stderr}
+    return generate.run(options, load=at.load, open_engine=at.open_engine, **streams)
+
+
+def _chat(options: argparse.Namespace, at: Surroundings) -> int:
+    streams = {"stdin": at.stdin, "stdout": at.stdout, "stderr": at.stderr}
+    return chat.run(options, load=at.load, open_engine=at.open_serving, **streams)
+
+
+def _serve(options: argparse.Namespace, at: Surroundings) -> int:
+    options.api_key = options.api_key or os.environ.get(serve.API_KEY_VARIABLE) or None
+    return serve.run(options, load=at.load, open_engine=at.open_serving, stderr=at.stderr)
+
+
+def _info(options: argparse.Namespace, at: Surroundings) -> int:
+    return model_card.run(options, stdout=at.stdout)
+
+
+def _bench(options: argparse.Namespace, at: Surroundings) -> int:
+    del at  # the benchmarks are a process of their own
+    return bench.run(options)
+
+
+def _completion(options: argparse.Namespace, at: Surroundings) -> int:
+    return completion.run(options, parser=_parser(), stdout=at.stdout)
+
+
+COMMANDS = {
+    "generate": Command("answer prompts, all in one batch", generate.add_arguments, _generate),
+    "chat": Command("talk with a model in the terminal", chat.add_arguments, _chat),
+    "serve": Command("serve the OpenAI API over HTTP", serve.add_arguments, _serve),
+    "info": Command("show what a checkpoint holds and costs", model_card.add_arguments, _info),
+    "bench": Command("run the benchmarks of a checkout", bench.add_arguments, _bench),
+    "completion": Command("write a script that completes commands", completion.add_arguments, _completion),
+}
+"""Every command, in the order that `--help` lists them."""
 
 
 def main() -> int:
@@ -40,7 +101,7 @@ def run(
     *,
     load: generate.Load,
     open_engine: generate.OpenEngine,
-    open_serving: serve.OpenEngine,
+    open_serving: Callable[[Any, Any, argparse.Namespace], AbstractContextManager[Any]],  # Any: above
     stdin: TextIO,
     stdout: TextIO,
     stderr: TextIO,
@@ -57,14 +118,8 @@ def run(
 
     try:
         options = _parser().parse_args(argv)
-        match options.command:
-            case "serve":
-                options.api_key = options.api_key or os.environ.get(serve.API_KEY_VARIABLE) or None
-                return serve.run(options, load=load, open_engine=open_serving, stderr=stderr)
-            case _:
-                return generate.run(
-                    options, load=load, open_engine=open_engine, stdin=stdin, stdout=stdout, stderr=stderr
-                )
+        at = Surroundings(load, open_engine, open_serving, stdin, stdout, stderr)
+        return COMMANDS[options.command].run(options, at)
     except KeyboardInterrupt:
         print("megallm: interrupted", file=stderr)
         return EXIT_INTERRUPTED
@@ -89,18 +144,11 @@ def _parser() -> argparse.ArgumentParser:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="megallm", description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "generate", help="answer prompts, all in one batch", description="Answers prompts, all in one batch."
-    )
-    generate.add_arguments(command)
-    command.add_argument("--debug", action="store_true", help="errors with their trace")
-    command = commands.add_parser(
-        "serve",
-        help="serve the OpenAI API over HTTP",
-        description="Serves the OpenAI API over HTTP, until SIGINT or SIGTERM.",
-    )
-    serve.add_arguments(command)
-    command.add_argument("--debug", action="store_true", help="errors with their trace")
+    for name, command in COMMANDS.items():
+        described = f"{command.summary.capitalize()}."
+        sub = commands.add_parser(name, help=command.summary, description=described)
+        sub.add_argument("--debug", action="store_true", help="errors with their trace")
+        command.add_arguments(sub)
     return parser
 
 

@@ -13,7 +13,9 @@ def test_models_in_float32_are_refused() -> None:
     """The packages have kernels for 16 bits alone."""
     for dtype in (torch.bfloat16, torch.float16):
         assert FlashAttention(LIBRARIES[0], 16, dtype).refusal(SHAPE) is None
-    assert "float32, flash-attn in 16 bits" in str(FlashAttention(LIBRARIES[0], 16, torch.float32).refusal(SHAPE))
+    assert "float32, flash-attn in 16 bits" in str(
+        FlashAttention(LIBRARIES[0], 16, torch.float32).refusal(SHAPE)
+    )
 
 
 def test_block_size_is_the_librarys_to_judge() -> None:

@@ -47,7 +47,9 @@ def rows_attended(
         first, last = starts[row], starts[row + 1]
         blocks = tables[row, : math.ceil(length / keys.shape[1])].long()
         key, value = (part[blocks].flatten(0, 1)[:length].float() for part in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), key.repeat_interleave(group, 1)) * scale
+        scores = (
+            torch.einsum("qhd,khd->hqk", query[first:last].float(), key.repeat_interleave(group, 1)) * scale
+        )
         if softcap:
             scores = softcap * (scores / softcap).tanh()
         distances = torch.arange(length - last + first, length)[:, None] - torch.arange(length)
@@ -109,7 +111,9 @@ def with_kvcache_of_3(
     assert causal
     assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
     starts, lengths = cu_seqlens_q.tolist(), cache_seqlens.tolist()
-    return rows_attended(q, k_cache, v_cache, starts, lengths, page_table, softmax_scale, window_size, softcap)
+    return rows_attended(
+        q, k_cache, v_cache, starts, lengths, page_table, softmax_scale, window_size, softcap
+    )
 
 
 def varlen_of_2(

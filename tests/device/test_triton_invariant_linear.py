@@ -25,6 +25,14 @@ def test_rows_may_be_a_part_of_wider_ones() -> None:
     torch.testing.assert_close(product(wide[:, 32:], weight, SMALL[0]), wide[:, 32:] @ weight.T)
 
 
+def test_more_rows_take_larger_tiles_as_long_as_programs_fill_the_card() -> None:
+    """A tile that reads less is worth nothing on a card that is half empty."""
+    assert [tiling_for(count, 4096).rows for count in (1, 16, 17, 64, 128, 256, 8192)] == [
+        16, 16, 32, 32, 64, 128, 256,
+    ]  # fmt: skip
+    assert tiling_for(1, 128_256).outputs == 128
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("outputs", "depth"), [(1024, 2048), (4096, 4096), (6144, 1024), (1000, 576)])
 def test_every_number_of_rows_gives_the_same_bits(outputs: int, depth: int) -> None:
@@ -35,4 +43,4 @@ def test_every_number_of_rows_gives_the_same_bits(outputs: int, depth: int) -> N
     expected = product(rows, weight)
     torch.testing.assert_close(expected, rows @ weight.T, rtol=0.02, atol=0.5)
     for count in (1, 2, 16, 17, 32, 33, 64, 65, 200, 256, 257, 600):
-        assert product(rows[:count], weight).equal(expected[:count]), tiling_for(count, outputs, depth)
+        assert product(rows[:count], weight).equal(expected[:count]), tiling_for(count, outputs)

@@ -31,11 +31,14 @@ if (holds()) { observer.disconnect(); done(true); }
 class Browser:
     """One window. Every method blocks; the page runs meanwhile."""
 
-    def __init__(self, session: httpx.Client) -> None:
+    def __init__(self, driver: httpx.Client, session: str) -> None:
+        self._driver = driver
         self._session = session
 
     def open(self, url: str) -> None:
-        """Goes to a page, and waits until it is loaded."""
+        """Goes to a page, and waits until it is loaded. What was complained of before is forgotten."""
+        self._post("/url", url="about:blank")  # the page before may still ask a server that is gone
+        self.complaints()
         self._post("/url", url=url)
 
     def press(self, keys: str, at: str = ":focus") -> None:
@@ -73,7 +76,7 @@ class Browser:
         return self._post("/element", using="css selector", value=selector)[ELEMENT]
 
     def _post(self, path: str, **body: Any) -> Any:  # Any: what JSON holds
-        response = self._session.post(path, json=body)
+        response = self._driver.post(f"/session/{self._session}{path}", json=body)
         assert response.is_success, response.json()["value"]["message"]
         return response.json()["value"]
 
@@ -99,12 +102,11 @@ def running_browser() -> Generator[Browser]:
     ):
         try:
             body = {"capabilities": {"alwaysMatch": capabilities}}
-            session = client.post("/session", json=body).json()["value"]
-            client.base_url = client.base_url.join(f"/session/{session['sessionId']}")
+            session: str = client.post("/session", json=body).json()["value"]["sessionId"]
             try:
-                yield Browser(client)
+                yield Browser(client, session)
             finally:
-                client.delete("")
+                client.delete(f"/session/{session}").raise_for_status()  # else the browser goes on alone
         finally:
             process.terminate()
 

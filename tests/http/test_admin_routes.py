@@ -6,7 +6,8 @@ import httpx
 import pytest
 
 from megallm.http.service import AppSettings
-from tests.http.serving import AsgiCall, Served, serving
+from tests.http.asgi_call import AsgiCall
+from tests.http.serving import Served, serving
 
 pytestmark = pytest.mark.anyio
 

@@ -5,7 +5,8 @@ from typing import Any
 import anyio
 import pytest
 
-from tests.http.serving import ANSWER_S, AsgiCall, Served, eventually, serving, serving_config
+from tests.http.asgi_call import AsgiCall
+from tests.http.serving import ANSWER_S, Served, eventually, serving, serving_config
 
 pytestmark = pytest.mark.anyio
 

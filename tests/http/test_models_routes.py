@@ -3,7 +3,8 @@
 import pytest
 
 from megallm.http.service import AppSettings
-from tests.http.serving import AsgiCall, serving
+from tests.http.asgi_call import AsgiCall
+from tests.http.serving import serving
 
 pytestmark = pytest.mark.anyio
 

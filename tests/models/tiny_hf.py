@@ -81,7 +81,18 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     backend.decoder = ByteLevelDecoder()
     backend.add_special_tokens(["<pad>", "<s>", "</s>"])
     backend.save(str(folder / "tokenizer.json"))
-    names = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "<pad>"}
+    names = {
+        "bos_token": "<s>",
+        "eos_token": {
+            "__type": "AddedToken",
+            "content": "</s>",
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+        },
+        "pad_token": "<pad>",
+    }
     template = "{% for message in messages %}<s>{{ message.content }}{% endfor %}"
     config = json.dumps({**names, "chat_template": template})
     (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")

@@ -5,108 +5,11 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from megallm.core_async.plan.policy import MAX_PASSES, Limits
-from tests.fakes import continuation
+from tests.plan.long_life import AnyLife, lived
 from tests.plan.rounds import DEPTH, Asked, Rounds
 from tests.plan.watched_pool import WatchedPool
-
-type Draw = tuple[int, int, int, int, int]
-"""What a prompt is made of: see `AnyLife.asked`."""
-
-draws = st.tuples(*[st.integers(0, 60)] * 4, st.integers(0, 255))
-
-
-class AnyLife(RuleBasedStateMachine):
-    """Requests come, run, fork, yield, are suspended and are aborted, in any order.
-
-    `Rounds` looks at each plan, the watched pool at each grant, and the fake model computes from
-    its blocks alone: a block that is wrong, or written by two, gives a wrong token.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stems: list[tuple[int, ...]] = [(1, 1, 1, 1, 2, 2, 2, 2)]
-        self.epoch = 0
-
-    @initialize(
-        num_blocks=st.sampled_from([3, 6, 12, 24]),
-        block_size=st.integers(1, 4),
-        max_requests=st.integers(1, 6),
-        more_tokens=st.integers(0, 18),
-        flags=st.integers(0, 31),
-    )
-    def begin(
-        self, num_blocks: int, block_size: int, max_requests: int, more_tokens: int, flags: int
-    ) -> None:
-        """Makes a small engine."""
-        limits = Limits(
-            max_tokens=max_requests + more_tokens,
-            max_requests=max_requests,
-            block_size=block_size,
-            chunks_prompts=bool(flags & 1),
-            shares_prefixes=bool(flags & 6),
-        )
-        pool = WatchedPool(
-            num_blocks, block_size, keeps_cached=flags & 24 != 0, max_held=num_blocks // 2 if flags & 8 else 0
-        )
-        self.rounds = Rounds(limits, pool)
-
-    @rule(drawn=st.lists(draws, min_size=1, max_size=4))
-    def requests_come(self, drawn: list[Draw]) -> None:
-        """Several at once; many begin as others did, or went on."""
-        self.rounds.submit(*map(self.asked, drawn))
-
-    def asked(self, drawn: Draw) -> Asked:
-        """Gives a request that fits: a stem, some of it, a tail of its own, an output."""
-        stem, cut, tail, num_new, flags = drawn
-        most = self.rounds.pool.num_blocks * self.rounds.limits.block_size
-        tokens = (
-            *self.stems[-1 - stem % len(self.stems)][:cut],
-            *[(7 * tail + place) % 97 for place in range(tail % 12)],
-        )
-        tokens = (tokens or (5,))[: most - 1]
-        num_new = 1 + num_new % min(most - len(tokens), 20)
-        self.stems = [*self.stems[-5:], (*tokens, *continuation(tokens, num_new))]
-        return Asked(
-            tokens,
-            num_new,
-            priority=(0, 0, 0, 1, -1)[flags % 5],
-            salt="red" if flags & 128 else "",
-            is_fork=flags & 96 == 96,
-            scores=flags & 24 == 24,
-        )
-
-    @rule(num_turns=st.integers(1, 8))
-    def steps_run(self, num_turns: int) -> None:
-        """The pump goes round."""
-        for _ in range(num_turns):
-            self.rounds.turn()
-
-    @rule(place=st.integers(0, 20))
-    def a_reader_leaves(self, place: int) -> None:
-        """Waiting, running, or ended in the same step."""
-        if live := self.rounds.live:
-            self.rounds.abort(live[place % len(live)])
-
-    @rule(keeps_contents=st.booleans())
-    def the_cache_is_given_back(self, *, keeps_contents: bool) -> None:
-        """Offloaded, or lost and computed again."""
-        self.rounds.suspend(keeps_contents=keeps_contents)
-
-    @rule()
-    def the_weights_change(self) -> None:
-        """With steps in flight or without."""
-        self.epoch += 1
-        self.rounds.mark_epoch(self.epoch)
-
-    def teardown(self) -> None:
-        """Every request ends, with the tokens it would have got alone, and everything is given back."""
-        if hasattr(self, "rounds"):
-            self.rounds.run()
-            self.rounds.check_end()
-
 
 TestAnyLife = AnyLife.TestCase
 TestAnyLife.settings = settings(stateful_step_count=25)
@@ -115,35 +18,8 @@ TestAnyLife.settings = settings(stateful_step_count=25)
 @pytest.mark.parametrize("seed", range(20))
 def test_any_long_life_ends_well(seed: int) -> None:
     """Faults that need many requests and many steps to come about; short lives are searched above."""
-    random = Random(seed)
-    life = AnyLife()
-    life.begin(
-        random.choice([3, 6, 12, 24]),
-        random.randint(1, 4),
-        random.randint(1, 6),
-        random.randint(0, 18),
-        seed * 7 % 32,
-    )
-    for event in random.choices(["come", "run", "leave", "suspend", "change"], [8, 20, 2, 1, 1], k=200):
-        match event:
-            case "come":
-                life.requests_come([drawn_by(random) for _ in range(random.randint(1, 3))])
-            case "run":
-                life.steps_run(random.randint(1, 8))
-            case "leave":
-                life.a_reader_leaves(random.randrange(20))
-            case "suspend":
-                life.the_cache_is_given_back(keeps_contents=random.random() < 0.5)
-            case _:
-                life.the_weights_change()
-    life.teardown()
-    assert life.rounds.num_turns > 350
-
-
-def drawn_by(random: Random) -> Draw:
-    """Gives what a prompt is made of."""
-    stem, cut, tail, num_new = (random.randrange(60) for _ in range(4))
-    return stem, cut, tail, num_new, random.randrange(256)
+    life = lived(seed, 400)
+    assert life.rounds.num_turns >= 400
 
 
 # ---- progress ------------------------------------------------------------------------------------
@@ -248,6 +124,49 @@ def test_those_who_sit_out_wait_for_somebody_who_gets_on() -> None:
     )
     assert rounds.run() <= num_serial_turns(rounds) + DEPTH
     rounds.check_end()
+
+
+def test_as_many_rows_sit_out_as_the_buffer_holds_and_each_says_so_once() -> None:
+    """A pause is an event, however many steps it lasts: its record must not grow with them."""
+    asked = [Asked((0,) * 3, 8), Asked((1,) * 8, 9), Asked((2,) * 6, 9)]
+    rounds = rounds_of(Limits(64, 3, 4, chunks_prompts=False), 7, *asked, max_held=5)
+    rounds.run()
+    rounds.check_end()
+    events = [
+        [name for name, _ in course.ending.events] for course in rounds.courses.values() if course.ending
+    ]
+    assert [names.count("pause") for names in events] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("keeps_cached", [False, True])
+@given(
+    num_prompt=st.integers(1, 30),
+    cancels=st.lists(st.integers(0, 25), min_size=2, max_size=6),
+    block_size=st.integers(1, 4),
+    max_tokens=st.integers(6, 40),
+)
+def test_forks_share_one_prefill_and_the_cancel_of_some_leaves_the_others(
+    num_prompt: int, cancels: list[int], block_size: int, max_tokens: int, *, keeps_cached: bool
+) -> None:
+    """One prompt, n continuations: whoever leaves, the one that computes the prompt among them.
+
+    `cancels`: the turn before which each is cancelled; none is when it is over 15.
+    """
+    limits = Limits(max_tokens, 6, block_size, chunks_prompts=True)
+    prompt = tuple(range(num_prompt))
+    forks = [Asked(prompt, 8, is_fork=True, salt="one of many") for _ in cancels]
+    rounds = rounds_of(limits, 400, *forks, keeps_cached=keeps_cached)
+    while rounds.turn():
+        for key, turn in zip(list(rounds.courses), cancels, strict=True):
+            if turn <= 15 and turn == rounds.num_turns and key in rounds.live:
+                rounds.abort(key)
+    rounds.check_end()
+    if min(cancels) > 15:
+        shared = (num_prompt - 1) // block_size * block_size
+        num_prefilled = rounds.roster.stats().prefill_tokens
+        assert num_prefilled == num_prompt + (len(forks) - 1) * (num_prompt - shared)
+    assert rounds.pool.num_used == 0
+    assert keeps_cached or rounds.pool.num_free == 400
 
 
 def test_within_one_priority_the_first_to_come_is_the_first_to_start() -> None:

@@ -1,4 +1,4 @@
-"""`batch_invariant=True`: a token's log-prob is the same to the bit whatever shares its steps and its cache."""
+"""`batch_invariant=True`: a token's log-prob is the same to the bit whatever shares its steps and cache."""
 
 import random
 import threading
@@ -84,7 +84,9 @@ def test_generated_log_probs_are_those_of_scoring_to_the_bit() -> None:
     assert sum(result.num_cached_tokens > 0 for result in results) > NUM_REQUESTS / 10
     assert sum(result.num_evictions > 0 for result in results) > 5
     with sync_llm(batch_invariant=True) as llm:
-        texts = [prompt + result.generated_tokens for (prompt, _), result in zip(wanted, results, strict=True)]
+        texts = [
+            prompt + result.generated_tokens for (prompt, _), result in zip(wanted, results, strict=True)
+        ]
         scores = llm.score(texts)
     for (prompt, params), result, score in zip(wanted, results, scores, strict=True):
         expected: Any = score.prompt_log_probs
@@ -99,7 +101,9 @@ def test_the_cpu_kernels_keep_the_promise_by_themselves() -> None:
     wanted = requests(seed=4)[:60]
     with sync_llm() as llm:
         results = in_random_batches(llm, wanted)
-        texts = [prompt + result.generated_tokens for (prompt, _), result in zip(wanted, results, strict=True)]
+        texts = [
+            prompt + result.generated_tokens for (prompt, _), result in zip(wanted, results, strict=True)
+        ]
         scores = llm.score(texts)
     for (prompt, _), result, score in zip(wanted, results, scores, strict=True):
         expected: Any = score.prompt_log_probs

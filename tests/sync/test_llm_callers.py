@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ NUM_CALLS = 50
 
 
 def test_fifty_calls_of_each_of_eight_threads_get_their_own_answers() -> None:
-    """Batches and single prompts, of different lengths, no two calls alike; the model is a fake, and quick."""
+    """Batches and single prompts, of different lengths, no two calls alike; the model is a quick fake."""
     wrong: list[str] = []
 
     def call_all(thread: int) -> None:
@@ -48,8 +47,8 @@ def test_fifty_calls_of_each_of_eight_threads_get_their_own_answers() -> None:
         llm.shutdown()
 
 
-@pytest.mark.parametrize("run", [asyncio.run, lambda main: trio.run(lambda: main)], ids=["asyncio", "trio"])
-def test_both_facades_work_inside_a_running_loop(run: Callable[..., list[list[int]]]) -> None:
+@pytest.mark.parametrize("outer", ["asyncio", "trio"])
+def test_both_facades_work_inside_a_running_loop(outer: str) -> None:
     """The sync one stalls it meanwhile; the async one, made before the loop, is hosted beside it."""
 
     async def main() -> list[list[int]]:
@@ -64,7 +63,8 @@ def test_both_facades_work_inside_a_running_loop(run: Callable[..., list[list[in
         return tokens
 
     with untouched(shared_model()):
-        assert run(main()) == [expected("A", 4), expected("B", 4)] * 2
+        got = asyncio.run(main()) if outer == "asyncio" else trio.run(main)
+        assert got == [expected("A", 4), expected("B", 4)] * 2
 
 
 NOTEBOOK = r"""
@@ -87,7 +87,7 @@ native = make_async_llm()
 (await native.generate("A", greedy(4))).generated_tokens == expected("A", 4)
 [delta async for delta in native.stream("B", greedy(4))][-1].finish_reason
 await native.shutdown()
-async with make_async_llm() as entered: print("ENTERED", (await entered.generate("A", greedy(4))).finish_reason)
+async with make_async_llm() as own: print("ENTERED", (await own.generate("A", greedy(4))).finish_reason)
 llm = make_llm()
 del llm
 print("END", "ok")
@@ -95,7 +95,7 @@ print("END", "ok")
 
 
 def test_cells_of_a_notebook_work_with_a_loop_running_and_without() -> None:
-    """IPython runs each line as a cell; those that await run in its loop, where `generate` is called too."""
+    """IPython runs each line as a cell; those that await run in its loop, where `generate` is called."""
     source = NOTEBOOK.format(paths=[str(ROOT), str(ROOT / "src")])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "IPython", "--quick", "--no-banner", "--simple-prompt"],

@@ -28,7 +28,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "$defs": {
             "point": {
                 "type": "object",
-                "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "y": {"type": "boolean"}},
+                "properties": {
+                    "x": {"type": "integer", "minimum": 0, "maximum": 99},
+                    "y": {"type": "boolean"},
+                },
                 "required": ["x", "y"],
                 "additionalProperties": False,
             }
@@ -53,7 +56,9 @@ def all_hold(demo_model: tuple[Any, Any], num_prompts: int) -> None:
     model, tokenizer = demo_model
     names = list(SCHEMAS)
     wanted = [SCHEMAS[names[number % len(names)]] for number in range(num_prompts)]
-    prompts = [f"Write {names[number % len(names)]} as JSON, number {number}:" for number in range(num_prompts)]
+    prompts = [
+        f"Write {names[number % len(names)]} as JSON, number {number}:" for number in range(num_prompts)
+    ]
     params = [
         SamplingParams(temperature=1.0, seed=number, num_tokens_to_generate=120, json_schema=schema)
         for number, schema in enumerate(wanted)

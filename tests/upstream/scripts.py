@@ -3,7 +3,7 @@
 `build()` stands for what such a program does first: it loads a checkpoint and puts it in eval mode.
 """
 
-OFFLINE = '''
+OFFLINE = """
 import threading
 
 from megatron.core.inference.apis import DynamicInferenceRequest, MegatronLLM, SamplingParams
@@ -81,9 +81,9 @@ except RuntimeError as error:
 llm.wait_for_shutdown()
 llm.shutdown()
 print("DONE")
-'''
+"""
 
-ASYNC = '''
+ASYNC = """
 import asyncio
 
 from megatron.core.inference.apis import MegatronAsyncLLM, SamplingParams
@@ -120,9 +120,9 @@ async def main():
 
 asyncio.run(main())
 print("DONE")
-'''
+"""
 
-SERVER = '''
+SERVER = """
 import json
 import threading
 import urllib.request
@@ -158,4 +158,4 @@ with MegatronLLM(model=model, tokenizer=tokenizer, inference_config=config) as l
     params = SamplingParams(top_k=1, num_tokens_to_generate=16, termination_id=-1)
     print("TEXT", json.dumps(llm.generate("Hello", params)[0].generated_text))
 print("DONE")
-'''
+"""

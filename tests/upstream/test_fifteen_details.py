@@ -47,7 +47,8 @@ class WithBos(FakeTokenizer):
 
 def never_ending(**fields: Any) -> Any:  # Any: fields of many types
     """Gives megatron-core's own parameters, without ours."""
-    return MegatronSamplingParams(**{"termination_id": -1, "num_tokens_to_generate": 4, "top_k": 1, **fields})
+    chosen: dict[str, Any] = {"termination_id": -1, "num_tokens_to_generate": 4, "top_k": 1}
+    return MegatronSamplingParams(**{**chosen, **fields})
 
 
 # ---- 1: shapes ---------------------------------------------------------------------------------
@@ -56,7 +57,9 @@ def never_ending(**fields: Any) -> Any:  # Any: fields of many types
 def test_the_sync_call_gives_a_list_always() -> None:
     """For one prompt, for a batch of one, and for none."""
     with sync_llm() as llm:
-        assert [len(llm.generate(prompts, greedy(2))) for prompts in (PROMPT, IDS, [PROMPT], [IDS])] == [1] * 4
+        assert [len(llm.generate(prompts, greedy(2))) for prompts in (PROMPT, IDS, [PROMPT], [IDS])] == [
+            1
+        ] * 4
         assert llm.generate([]) == []
 
 
@@ -182,9 +185,7 @@ def test_zero_is_off_for_top_k_and_top_p_and_greedy_for_the_temperature() -> Non
 def test_a_budget_is_clamped_and_only_a_prompt_is_too_long() -> None:
     """None fills the context, and a prompt of the whole context has no room and no fault."""
     with sync_llm() as llm:
-        long, full, whole = llm.generate(
-            [IDS, IDS, [1] * 128], [greedy(1000), greedy(None), greedy(4)]
-        )
+        long, full, whole = llm.generate([IDS, IDS, [1] * 128], [greedy(1000), greedy(None), greedy(4)])
     assert [result.generated_length for result in (long, full, whole)] == [123, 123, 0]
     assert not any(result.failed() for result in (long, full, whole))
     assert [result.finish_reason for result in (long, full, whole)] == ["length"] * 3
@@ -208,11 +209,11 @@ def test_prompt_log_probs_need_no_switch() -> None:
 def test_every_leading_bos_of_a_text_is_taken_off_and_one_put_where_it_is_asked_for() -> None:
     """Ids are taken as they are."""
     with sync_llm(tokenizer=WithBos()) as llm:
-        bare, with_bos, ids = llm.generate(
-            [PROMPT, PROMPT], [never_ending(), never_ending(add_BOS=True)]
-        ) + llm.generate([[5, 5, *IDS]], never_ending(add_BOS=True))
-    lists = [result.prompt_tokens.tolist() for result in (bare, with_bos, ids) if result.prompt_tokens is not None]
-    assert lists == [IDS, [5, *IDS], [5, 5, *IDS]]
+        results = llm.generate([PROMPT, PROMPT], [never_ending(), never_ending(add_BOS=True)])
+        results += llm.generate([[5, 5, *IDS]], never_ending(add_BOS=True))
+    for result, ids in zip(results, [IDS, [5, *IDS], [5, 5, *IDS]], strict=True):
+        assert result.prompt_tokens is not None
+        assert result.prompt_tokens.equal(torch.tensor(ids))
 
 
 @pytest.mark.parametrize(
@@ -231,9 +232,7 @@ def test_the_end_is_the_given_id_else_the_tokenizers_else_never(
 ) -> None:
     """-1 and `ignore_eos` are never."""
     with sync_llm(tokenizer=WithEod()) as llm:
-        (result,) = llm.generate(
-            PROMPT, SamplingParams(temperature=0.0, num_tokens_to_generate=8, **params)
-        )
+        (result,) = llm.generate(PROMPT, SamplingParams(temperature=0.0, num_tokens_to_generate=8, **params))
     assert (result.finish_reason == "stop") is stops
 
 
@@ -286,14 +285,13 @@ async def test_a_single_process_is_all_ranks() -> None:
 
 def test_parameters_of_an_older_or_a_newer_version_are_read_field_by_field() -> None:
     """Only what every version has is taken for granted."""
-    old = types.SimpleNamespace(
+    old: Any = types.SimpleNamespace(
         temperature=1.0, top_k=0, top_p=0.0, num_tokens_to_generate=3, termination_id=None
     )
-    new = types.SimpleNamespace(**vars(old), streaming_interval=4, do_kv_handoff=False, from_2030="x")
+    new: Any = types.SimpleNamespace(**vars(old), streaming_interval=4, do_kv_handoff=False, from_2030="x")
     assert resolve(old, eod=7, vocab_size=96) == resolve(new, eod=7, vocab_size=96)
-    assert resolve(old, eod=7, vocab_size=96) == resolve(
-        MegatronSamplingParams(num_tokens_to_generate=3), eod=7, vocab_size=96
-    )
+    plain: Any = MegatronSamplingParams(num_tokens_to_generate=3)
+    assert resolve(old, eod=7, vocab_size=96) == resolve(plain, eod=7, vocab_size=96)
 
 
 def test_a_config_of_a_newer_version_is_taken() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from tests.fakes import FakeTokenizer
 from tests.small_llm import expected
-from tests.upstream.scripts import ASYNC, OFFLINE
+from tests.upstream.scripts import ASYNC, OFFLINE, SERVER
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,3 +62,13 @@ def test_a_program_runs_with_only_the_import_changed(script: str) -> None:
     assert [rest for word, rest in lines if word == "RESULT"] == answers(16)
     late = [rest for word, rest in lines if word == "LATE"]
     assert late == (answers(100) if script is OFFLINE else [])
+
+
+def test_a_serving_program_runs_with_only_the_import_changed() -> None:
+    """Its server answers once `serve(blocking=False)` returns, streams, and shares the engine with the program."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = chosen.getsockname()[1]
+    lines = run(f"port = {port}\n{SERVER}")
+    text = json.dumps(FakeTokenizer().detokenize(expected("Hello", 16)))
+    assert [rest for word, rest in lines if word == "TEXT"] == [text] * 3

@@ -9,10 +9,11 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from megallm.commands.argument_types import share, whole
+from megallm.commands.argument_types import whole
+from megallm.commands.prompt_input import Prompt, add_prompt_arguments, read_prompts
+from megallm.commands.sampling_options import add_sampling_options, sampling_params
 
 SHOWN_PROMPT_CHARS = 200
 
@@ -61,15 +62,9 @@ type OpenEngine = Callable[[Any, Any], AbstractContextManager[Generator]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments to its parser."""
     add = parser.add_argument
-    add("prompt", nargs="*", metavar="PROMPT", help="a prompt")
-    add("--prompts", metavar="FILE", help="a file of prompts, one a line; '-' is stdin")
+    add_prompt_arguments(parser)
     add("--model", default="smollm2-135m", help="a known name or a path (default: %(default)s)")
-    add("--max-tokens", type=whole(1), default=128, metavar="N", help="of each answer (default: %(default)s)")
-    add("--temperature", type=share(None), default=0.0, metavar="T", help="0, the default, is greedy")
-    add("--top-k", type=whole(0), default=0, metavar="K", help="draw from the K likeliest tokens")
-    add("--top-p", type=share(1.0), default=0.0, metavar="P", help="draw from the likeliest share P")
-    add("--seed", type=whole(0), metavar="N", help="the same seed gives the same text")
-    add("--stop", action="append", metavar="TEXT", help="end an answer before TEXT; may be given again")
+    add_sampling_options(parser, max_tokens=128)
     add("--raw", action="store_true", help="send prompts as they are, without the model's chat template")
     add("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's choice)")
     add("--jsonl", action="store_true", help="one JSON object a prompt instead of text")
@@ -89,65 +84,66 @@ def run(
 
     Raises: what reading the prompts, loading and generating raise.
     """
-    texts = _read_prompts(options, stdin)
+    prompts = read_prompts(options, stdin)
     started = time.perf_counter()
     model, tokenizer = load(options.model, options.threads)
-    params = _sampling_params(options)
-    prompts = texts if options.raw else _apply_chat_template(texts, tokenizer)
+    params = sampling_params(options)
+    inputs = [_model_input(prompt, tokenizer, is_raw=options.raw) for prompt in prompts]
     with open_engine(model, tokenizer) as llm:
         loaded = time.perf_counter()
-        answers = llm.generate(prompts, params, progress=options.progress)
+        answers = _generate(llm, inputs, params, progress=options.progress)
         generated_s = time.perf_counter() - loaded
     show = _jsonl if options.jsonl else _readable
-    stdout.writelines(show(texts, answers))
+    stdout.writelines(show(prompts, answers))
     stdout.flush()
     print(_summary(answers, generated_s, loaded - started), file=stderr)
     return EXIT_PROMPT_FAILED if any(answer.failed() for answer in answers) else EXIT_OK
 
 
-def _read_prompts(options: argparse.Namespace, stdin: TextIO) -> list[str]:
-    """Gives the prompts of the arguments, then those of the file without its empty lines."""
-    texts: list[str] = list(options.prompt)
-    if options.prompts is not None:
-        source = stdin.read() if options.prompts == "-" else Path(options.prompts).read_text(encoding="utf-8")
-        texts += [line for line in source.splitlines() if line.strip()]
-    if not texts:
+def _model_input(prompt: Prompt, tokenizer: Any, *, is_raw: bool) -> str | list[int]:  # Any: see Load
+    """Gives a prompt as the model gets it: a text becomes a user's turn, with the answer's header after it.
+
+    Unchanged without a template. A conversation needs one.
+
+    Raises: ValueError for a conversation without a template.
+    """
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if prompt.messages is None and (is_raw or not has_template):
+        return prompt.text
+    if not has_template:
         raise ValueError(
-            "no prompts; give them as arguments, or one a line with --prompts FILE ('-' is stdin)"
+            "a prompt is given as 'messages' and the model has no chat template; give 'prompt' instead"
         )
-    return texts
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
 
-def _sampling_params(options: argparse.Namespace) -> Any:  # Any: megatron's dataclass is untyped
-    from megallm import SamplingParams
-
-    return SamplingParams(
-        num_tokens_to_generate=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop_words=options.stop,
-    )
-
-
-def _apply_chat_template(texts: list[str], tokenizer: Any) -> list[list[int]] | list[str]:  # Any: see Load
-    """Gives each text as a user's turn with the answer's header after it; unchanged without a template."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        return texts
-    return [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
-        for text in texts
-    ]
+def _generate(
+    llm: Generator,
+    inputs: list[str | list[int]],
+    params: Any,
+    *,
+    progress: bool | None,  # Any: see Generator
+) -> list[Answer]:
+    """Gives one answer an input, in order: a call takes texts or ids, so mixed ones go in two."""
+    is_text = {isinstance(each, str) for each in inputs}
+    if len(is_text) == 1:
+        return list(llm.generate(inputs, params, progress=progress))
+    by_kind = {kind: [each for each in inputs if isinstance(each, str) is kind] for kind in (True, False)}
+    answers = {kind: iter(llm.generate(each, params, progress=progress)) for kind, each in by_kind.items()}
+    return [next(answers[isinstance(each, str)]) for each in inputs]
 
 
 # ---- what is shown -----------------------------------------------------------------------------
 
 
-def _jsonl(texts: list[str], answers: Sequence[Answer]) -> Iterable[str]:
-    for text, answer in zip(texts, answers, strict=True):
+def _jsonl(prompts: list[Prompt], answers: Sequence[Answer]) -> Iterable[str]:
+    for prompt, answer in zip(prompts, answers, strict=True):
         fields: dict[str, object] = {
-            "prompt": text,
+            **prompt.fields,
+            **_given(prompt),
             "text": answer.generated_text,
             "token_ids": answer.generated_tokens,
             "finish_reason": answer.finish_reason,
@@ -157,10 +153,17 @@ def _jsonl(texts: list[str], answers: Sequence[Answer]) -> Iterable[str]:
         yield json.dumps(fields, ensure_ascii=False) + "\n"
 
 
-def _readable(texts: list[str], answers: Sequence[Answer]) -> Iterable[str]:
-    for number, (text, answer) in enumerate(zip(texts, answers, strict=True), start=1):
+def _given(prompt: Prompt) -> dict[str, object]:
+    if prompt.messages is not None:
+        return {"messages": prompt.messages}
+    return {"prompt": prompt.text if prompt.token_ids is None else prompt.token_ids}
+
+
+def _readable(prompts: list[Prompt], answers: Sequence[Answer]) -> Iterable[str]:
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start=1):
+        text = prompt.text
         shown = text if len(text) <= SHOWN_PROMPT_CHARS else text[:SHOWN_PROMPT_CHARS] + " ..."
-        yield f"[{number}/{len(texts)}] {shown}\n"
+        yield f"[{number}/{len(prompts)}] {shown}\n"
         if answer.failed():
             yield f"failed: {_error_of(answer)}\n\n"
         else:

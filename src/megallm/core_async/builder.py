@@ -132,7 +132,8 @@ def _log_steps(engine: Engine, settings: InferenceConfig) -> None:
         reported = reporting()
         return EngineStats() if reported is None else reported.stats()
 
-    steps = StepLog(settings.logging_step_interval, settings.metrics_writer, stats)
+    fields: Any = settings  # Any: a writer's type is wandb's, which may be missing
+    steps = StepLog(settings.logging_step_interval, fields.metrics_writer, stats)
     engine.times.on_result = steps.observe
 
 
@@ -162,7 +163,8 @@ def _sampling_seed(model_config: object, settings: InferenceConfig) -> int:
     if group is not None:
         return seed + distributed.get_rank(group)
     is_parallel = distributed.is_initialized() and parallel_state.is_initialized()
-    return seed + parallel_state.get_data_parallel_rank() if is_parallel else seed
+    get_rank: Any = parallel_state.get_data_parallel_rank  # Any: megatron is untyped
+    return seed + int(get_rank()) if is_parallel else seed
 
 
 def _warn_of_unused(settings: InferenceConfig) -> None:

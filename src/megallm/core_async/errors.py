@@ -68,3 +68,9 @@ class ActorGone(MegaLLMError):  # noqa: N818 - names a state of the actor, as Er
     """The actor asked has stopped, so no reply will come; `__cause__` is why, when it failed."""
 
     http_status = 503
+
+
+class DeviceMemoryError(MegaLLMError, RuntimeError):
+    """The device's driver does not give the memory of the KV cache, or not back. The machine's fault."""
+
+    http_status = 500

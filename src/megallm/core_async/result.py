@@ -1,5 +1,6 @@
 """The public result: megatron-core's DynamicInferenceRequest, filled in alike in every mode."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,21 @@ class Result(DynamicInferenceRequest):
     """The token id or the stop word that ended it."""
     num_evictions: int = 0
     """How often its blocks were taken away, and its tokens computed again."""
+
+    def __post_init__(self) -> None:
+        """Takes a copy of the parameters: megatron-core's deep copy costs more than all else of a result."""
+        given, self.sampling_params = self.sampling_params, None
+        super().__post_init__()
+        self.sampling_params = _copied(given)
+
+
+def _copied(params: Any) -> Any:
+    """Gives a copy of parameters, and of their lists and dicts. Any: megatron-core's class or ours, or None."""
+    copied = copy.copy(params)
+    for name, value in list(vars(copied).items()) if copied is not None else ():
+        if isinstance(value, list | dict):
+            setattr(copied, name, copy.copy(value))  # pyright: ignore[reportUnknownArgumentType] - items of any type
+    return copied
 
 
 def failed_result(entry: Entry, error: InvalidRequestError, tokenizer: TokenizerAdapter) -> Result:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class StepLog:
-    """Writes figures after every `interval`th step. `observe` is called in the engine's loop, at each result."""
+    """Writes figures after every `interval`th step; `observe` is called in the engine's loop."""
 
     def __init__(
         self,

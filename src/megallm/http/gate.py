@@ -55,6 +55,7 @@ class Gate:
             try:
                 await self._answer(scope, receive, answer, headers)
             finally:
+                exchange.close()  # which notes how it went
                 _log(scope, exchange, answer, time.monotonic() - began_s)
 
     async def _answer(

@@ -75,6 +75,10 @@ class _ReadingEvent:
             self._protocol.connection.receive_data(received)
 
 
+def _take_nothing(received: bytes) -> None:
+    del received
+
+
 class _Gone:
     """An h11 connection whose client has left: what came before is of no use, what is sent goes nowhere."""
 
@@ -83,8 +87,7 @@ class _Gone:
     they_are_waiting_for_100_continue = False
     trailing_data = (b"", True)
 
-    def receive_data(self, data: bytes) -> None:
-        """Takes nothing."""
+    receive_data: Callable[[bytes], None] = staticmethod(_take_nothing)
 
     def next_event(self) -> h11.ConnectionClosed:
         return h11.ConnectionClosed()

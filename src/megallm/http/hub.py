@@ -48,7 +48,13 @@ class Peer:
     """
 
     def __init__(
-        self, engine: Engine, stream: ByteStream, setup: bytes, check_grammar: Callable[[str], None]
+        self,
+        engine: Engine,
+        stream: ByteStream,
+        setup: bytes,
+        check_grammar: Callable[[str], None],
+        *,
+        max_behind: int = MAX_BEHIND,
     ) -> None:
         """`setup`: see Welcome. `check_grammar` compiles a grammar, on a thread, before a step needs it."""
         self.owner = engine.routes.new_owner()
@@ -57,6 +63,7 @@ class Peer:
         self._engine = engine
         self._stream = stream
         self._check_grammar = check_grammar
+        self._max_behind = max_behind
         self._live: set[RequestId] = set()
         self._compiling: set[RequestId] = set()
         """Requests not queued yet, since their grammar is being compiled."""
@@ -104,12 +111,12 @@ class Peer:
 
     def _say(self, frame: Struct) -> None:
         self._out.add(frame)
-        if len(self._out) > MAX_BEHIND:
+        if len(self._out) > self._max_behind:
             log.error(
                 "front end %d is %d bytes behind, the limit is %d; dropping it",
                 self.owner,
                 len(self._out),
-                MAX_BEHIND,
+                self._max_behind,
             )
             self.drop()
         self._has_frames.set()

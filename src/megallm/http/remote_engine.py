@@ -38,7 +38,7 @@ from megallm.core_async.transport.frames import (
     Welcome,
     error_of,
 )
-from megallm.core_async.transport.framing import FrameError, FrameReader, FrameWriter
+from megallm.core_async.transport.framing import MAX_FRAME_BYTES, FrameError, FrameReader, FrameWriter
 from megallm.core_async.transport.routes import request_ids, shifted
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,8 @@ class RemoteEngine:
         wire: Wire,
         welcome: Welcome,
         detokenize: Callable[[Sequence[int]], str],
+        *,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         self.on_drain: Callable[[float], None] = lambda _: None
         """Called with the seconds there are, once the engine's process says that this one is to end."""
@@ -105,7 +107,7 @@ class RemoteEngine:
         self._fault: Fault | None = None
         self._ahead_s = 0.0
         """How far the loop's clock is ahead of `time.monotonic`."""
-        self._out = FrameWriter()
+        self._out = FrameWriter(max_frame_bytes)
         self._has_news = anyio.Event()
         self._outboxes = Outboxes[Parcel](self._wake)
         self._detokenizer = Detokenizer(detokenize, self._outboxes, StepTimes())

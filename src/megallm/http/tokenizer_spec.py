@@ -21,6 +21,7 @@ from megallm.models.tokenizer import BackendTokenizer, ByteLevelTokenizer, Piece
 PROBES: Final = (
     "Hello, world!",
     "  two blanks,\n\na line, \t a tab",
+    "well , it 's fine . is n't it ?",  # which Hugging Face may clean up
     "def f(x):\n    return x + 1_000",
     "naïve café — 東京 🙂 e\u0301",
     "don't  stop... <s></s><|endoftext|><|im_end|>",

@@ -85,8 +85,8 @@ class HfFolder:
         )
         if unknown:
             raise UnsupportedModelError(
-                f"{self._folder} has tensor {_some(unknown)}, for which its {CONFIG} names no use; a model of "
-                "other parts would be loaded wrong"
+                f"{self._folder} has tensor {_some(unknown)}, for which its {CONFIG} names no use; a model "
+                "of other parts would be loaded wrong"
             )
         for name, shape in self._shapes.items():
             file = self._files[name]

@@ -108,8 +108,8 @@ def open_checkpoint(path: Path) -> Checkpoint | TorchDistFolder:
     if not (path / "config.json").exists():
         raise UnsupportedModelError(
             f"{path} is a folder with neither config.json (Hugging Face's) nor "
-            "latest_checkpointed_iteration.txt or metadata.json (megatron's torch_dist); give one of those, or "
-            "the path of a GGUF file"
+            "latest_checkpointed_iteration.txt or metadata.json (megatron's torch_dist); give one of those, "
+            "or the path of a GGUF file"
         )
     return HfFolder(path)
 

@@ -135,7 +135,7 @@ class Detokenizer(Actor[TokenBatch]):
         self._outboxes.end(ending.request_id)
 
     def _close(self, output: Output, outbox: Outbox[Parcel], text: str, ending: Finished) -> None:
-        """Gives the reader the last of an output. Its key is ended after that, lest a failure here passes by."""
+        """Gives the reader the last of an output; the key is ended after that, lest a failure be missed."""
         outbox.put(output.last_delta(text, ending) if output.spec.is_streamed else output.completion(ending))
         del self._outputs[output.spec.request_id]
 

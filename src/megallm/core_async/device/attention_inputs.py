@@ -14,9 +14,7 @@ def turned(layer: PagedLayer, batch: AttentionBatch, query: Tensor, key: Tensor,
     shape = layer.shape
     if query.dim() == 3:  # noqa: PLR2004 - heads not yet by kv head
         query = query.unflatten(1, (shape.num_kv_heads, -1))
-    query, key, value = (
-        part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value)
-    )
+    query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
     triton_layer.turn_and_write(
         query,
         key,

@@ -135,7 +135,9 @@ def _with_flash(triton: Attention, model: ModelShape, block_size: int) -> Attent
     flash = FlashAttention(library, block_size, model.dtype)
     reasons = refusals(flash, model.attention_layers)
     if reasons:
-        log.info("attention: triton alone, since %s can't run this model: %s", library.name, "; ".join(reasons))
+        log.info(
+            "attention: triton alone, since %s can't run this model: %s", library.name, "; ".join(reasons)
+        )
         return None
     log.info(
         "attention: %s for steps with %d queries of chunks and a row of %d keys or more, triton for others",

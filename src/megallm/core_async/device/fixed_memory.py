@@ -104,15 +104,11 @@ class CudaDriver:
     def map(self, address: int, num_bytes: int) -> None:
         """See `Driver.map`."""
         handle = c_uint64()
-        self._call(
-            "cuMemCreate", byref(handle), c_size_t(num_bytes), byref(self._properties), c_uint64(0)
-        )
+        self._call("cuMemCreate", byref(handle), c_size_t(num_bytes), byref(self._properties), c_uint64(0))
         try:
             self._call("cuMemMap", c_uint64(address), c_size_t(num_bytes), c_size_t(0), handle, c_uint64(0))
             access = _Access(self._location, _READ_WRITE)
-            self._call(
-                "cuMemSetAccess", c_uint64(address), c_size_t(num_bytes), byref(access), c_size_t(1)
-            )
+            self._call("cuMemSetAccess", c_uint64(address), c_size_t(num_bytes), byref(access), c_size_t(1))
         finally:
             # the mapping holds the memory from now on, and unmapping it frees it
             self._call("cuMemRelease", handle)
@@ -177,3 +173,9 @@ class FixedMemory:
         if self._address:
             self._driver.free(self._address, self._num_bytes)
             self._address = 0
+
+
+def reserved(num_bytes: int, device: torch.device) -> FixedMemory | None:
+    """Gives a range of addresses of a device; None where its driver has no virtual memory."""
+    driver = CudaDriver(device)
+    return FixedMemory(num_bytes, driver) if driver.has_virtual_memory() else None

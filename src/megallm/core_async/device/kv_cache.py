@@ -5,13 +5,15 @@ Slot `block * block_size + offset` holds one token. What was never written means
 don't read it, and flash-attn weighs it with zero, so on a GPU it starts as zeros, and not as NaN.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
+
+from megallm.core_async.device.fixed_memory import FixedMemory, reserved
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -108,6 +110,12 @@ class PagedCache:
         self._dtype = dtype
         self._device = device
         self._kept: list[tuple[Tensor, Tensor]] | None = None
+        self._memory: FixedMemory | None = None
+
+    @property
+    def keeps_addresses(self) -> bool:
+        """Released and restored, the layers' tensors are where they were: CUDA graphs may go on."""
+        return self._memory is not None
 
     @property
     def num_bytes(self) -> int:
@@ -118,15 +126,25 @@ class PagedCache:
         return (self.num_blocks + self._num_scratch) * self.block_size * per_token * self._dtype.itemsize
 
     def allocate(self) -> None:
-        """Takes the device memory; its contents mean nothing yet."""
-        for shape, layer in zip(self._shapes, self.layers, strict=True):
-            layer.place(
-                self._empty(shape.num_kv_heads, shape.head_dim),
-                self._empty(shape.num_kv_heads, shape.value_head_dim),
-            )
+        """Takes the device memory; its contents mean nothing yet.
+
+        Raises: DeviceMemoryError, or torch's own error, where there is not so much.
+        """
+        if self._device.type != "cuda":
+            for layer, shapes in zip(self.layers, self._tensor_shapes(), strict=True):
+                layer.place(*(torch.empty(shape, dtype=self._dtype, device=self._device) for shape in shapes))
+            return
+        if self._memory is None:
+            self._memory = reserved(self.num_bytes + _ALIGNMENT * 2 * len(self.layers), self._device)
+        if self._memory is None:
+            for layer, shapes in zip(self.layers, self._tensor_shapes(), strict=True):
+                layer.place(*(torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in shapes))
+            return
+        self._memory.take()
+        self._place_in(self._memory.tensor(self._device).zero_())
 
     def release(self, *, keep_contents: bool) -> None:
-        """Gives the device memory back; the contents move to host memory, or are lost.
+        """Gives the device memory back to the driver; the contents move to host memory, or are lost.
 
         On a CPU kept contents simply stay where they are.
         """
@@ -136,18 +154,48 @@ class PagedCache:
         for layer in self.layers:
             layer.place(None, None)
         if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a step may still read what is given back
+            if self._memory is not None:
+                self._memory.give_back()
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Takes the device memory again, with the contents where `release` kept them."""
         kept, self._kept = self._kept, None
-        if kept is None:
-            self.allocate()
+        if kept is not None and self._device.type == "cpu":
+            for layer, (keys, values) in zip(self.layers, kept, strict=True):
+                layer.place(keys, values)
             return
-        for layer, (keys, values) in zip(self.layers, kept, strict=True):
-            layer.place(keys.to(self._device), values.to(self._device))
+        self.allocate()
+        for layer, (keys, values) in zip(self.layers, kept or [], strict=False):
+            layer.keys.copy_(keys)
+            layer.values.copy_(values)
 
-    def _empty(self, num_kv_heads: int, head_dim: int) -> Tensor:
-        shape = (self.num_blocks + self._num_scratch, self.block_size, num_kv_heads, head_dim)
-        make = torch.empty if self._device.type == "cpu" else torch.zeros
-        return make(shape, dtype=self._dtype, device=self._device)
+    def close(self) -> None:
+        """Gives everything back, the addresses too; may be called twice."""
+        self.release(keep_contents=False)
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _tensor_shapes(self) -> Iterator[tuple[torch.Size, torch.Size]]:
+        """Yields the shapes of each layer's keys and values."""
+        blocks = self.num_blocks + self._num_scratch
+        for shape in self._shapes:
+            kept = (blocks, self.block_size, shape.num_kv_heads)
+            yield torch.Size((*kept, shape.head_dim)), torch.Size((*kept, shape.value_head_dim))
+
+    def _place_in(self, memory: Tensor) -> None:
+        """Lays the layers out in some bytes, one tensor after the other."""
+        first = 0
+        for layer, shapes in zip(self.layers, self._tensor_shapes(), strict=True):
+            tensors: list[Tensor] = []
+            for shape in shapes:
+                num_bytes = shape.numel() * self._dtype.itemsize
+                tensors.append(memory[first : first + num_bytes].view(self._dtype).view(shape))
+                first += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            layer.place(*tensors)
+
+
+_ALIGNMENT = 512
+"""Bytes that a tensor's address is a multiple of, as torch's are."""

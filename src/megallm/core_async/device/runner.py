@@ -148,11 +148,11 @@ class TorchRunner:
         """Gives the user's model back as it was and frees the cache; may be called twice."""
         self._graphs = None
         self._hook.unbind()
-        self._cache.release(keep_contents=False)
+        self._cache.close()
 
     def release_cache(self, *, keep_contents: bool) -> None:
         """See `protocols.Runner.release_cache`."""
-        if self._graphs is not None:
+        if self._graphs is not None and not self._cache.keeps_addresses:
             self._graphs.drop()
         with torch.inference_mode():
             self._cache.release(keep_contents=keep_contents)
@@ -161,7 +161,7 @@ class TorchRunner:
         """See `protocols.Runner.restore_cache`."""
         with torch.inference_mode():
             self._cache.restore()
-            if self._graphs is not None:
+            if self._graphs is not None and not self._cache.keeps_addresses:
                 self._graphs.capture()
 
     @torch.inference_mode()

@@ -27,8 +27,8 @@ from megallm.core_async.device.triton_work import FIELDS, KEYS, RowParts
 LOG2_E = 1.4426950408889634
 MIN_ROWS = 16
 """Rows that one product has at least; a kv head with fewer query heads leaves some empty."""
-SLOTS = 132 * 2
-"""Programs that run at once on the card."""
+CORES = 132
+"""Multiprocessors of an H200: three programs fit each, or two with one tile of keys more on their way."""
 JOINED = 16
 """Parts that are joined at a time."""
 
@@ -52,12 +52,19 @@ def tuning_for(num_rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype) 
     """Gives what was fastest on an H200."""
     is_wide = head_dim * dtype.itemsize > 256  # noqa: PLR2004 - bytes of a key that fit several times over
     units = num_rows * kv_heads
+    # a row that fills half of the card's places is left whole; of fewer the longest are cut
+    if units <= 2 * CORES * 15 // 16:
+        max_cuts = triton.cdiv(2 * CORES, kv_heads) if num_rows > 1 else triton.cdiv(CORES, kv_heads)
+    else:
+        max_cuts = triton.cdiv(3 * CORES, kv_heads) if 2 * CORES < units <= 3 * CORES else 0
+    # two programs a multiprocessor, where three would leave the last ones to run alone
+    is_uneven = 3 * CORES < units <= 4 * CORES
     return DecodeTuning(
-        max_cuts=0 if units >= SLOTS * 15 // 16 else triton.cdiv(SLOTS, kv_heads),
+        max_cuts=max_cuts,
         min_keys=64,
         tokens=32 if is_wide else 64,
         num_warps=4,
-        num_stages=2 if is_wide else 3,
+        num_stages=2 if is_wide else 4 if is_uneven or num_rows == 1 else 3,
     )
 
 

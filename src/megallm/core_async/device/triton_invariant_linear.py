@@ -37,32 +37,46 @@ class InvariantTiling(Struct, frozen=True):
     """The weights, and not the rows, are the instruction's first operand, which has 64 lines at least."""
 
 
-def tiling_for(count: int, outputs: int, depth: int) -> InvariantTiling:
-    """Gives how to cut a product of `count` rows; measured on an H200."""
-    is_narrow = outputs < _FEW_OUTPUTS
-    if count <= 32:  # noqa: PLR2004 - as the table says
-        rows = 16 if count <= 16 else 32  # noqa: PLR2004 - the instruction's narrowest, and the next
-        if is_narrow:
-            return InvariantTiling(rows=64, outputs=16, depth=256, num_warps=4, num_stages=4)
-        del depth
-        return InvariantTiling(rows=rows, outputs=64, depth=128, num_warps=4, num_stages=6, is_swapped=True)
-    if count <= 64:  # noqa: PLR2004 - as the table says
-        return InvariantTiling(rows=64, outputs=64, depth=128, num_warps=4, num_stages=4, is_swapped=True)
-    if count <= 256:  # noqa: PLR2004 - as the table says
-        return InvariantTiling(rows=128, outputs=64, depth=64, num_warps=4, num_stages=4)
-    return InvariantTiling(rows=128, outputs=256, depth=64, num_warps=8, num_stages=3)
+_FEW = (
+    InvariantTiling(rows=16, outputs=128, depth=128, num_warps=4, num_stages=4, is_swapped=True),
+    InvariantTiling(rows=16, outputs=64, depth=128, num_warps=4, num_stages=6, is_swapped=True),
+)
+_MANY = (
+    InvariantTiling(rows=256, outputs=128, depth=64, num_warps=8, num_stages=3, is_swapped=True),
+    InvariantTiling(rows=128, outputs=128, depth=64, num_warps=8, num_stages=4),
+    InvariantTiling(rows=128, outputs=64, depth=64, num_warps=4, num_stages=4),
+    InvariantTiling(rows=64, outputs=128, depth=64, num_warps=4, num_stages=4, is_swapped=True),
+    InvariantTiling(rows=64, outputs=64, depth=128, num_warps=4, num_stages=4, is_swapped=True),
+    InvariantTiling(rows=32, outputs=64, depth=128, num_warps=4, num_stages=5, is_swapped=True),
+)
+"""From the one that reads least to the one that makes most programs."""
+_PROGRAMS = 90
+"""Programs that are worth more than larger tiles."""
+_WIDE = 16_384
+"""Outputs from which on few rows take wider bands."""
 
 
-_FEW_OUTPUTS = 2048
+def tiling_for(count: int, outputs: int) -> InvariantTiling:
+    """Gives how to cut a product of `count` rows: what was fastest on an H200, or near it."""
+    if count <= _FEW[0].rows:
+        return _FEW[0] if outputs >= _WIDE else _FEW[1]
+    for tiling in _MANY:
+        programs = triton.cdiv(count, tiling.rows) * triton.cdiv(outputs, tiling.outputs)
+        if tiling.rows < 2 * count and programs >= _PROGRAMS:
+            return tiling
+    return _MANY[-1]
 
 
-def product(rows: Tensor, weight: Tensor, tiling: InvariantTiling | None = None) -> Tensor:
-    """Gives `rows @ weight.T` in the dtype of `rows`, `[rows, outputs]`."""
+def product(
+    rows: Tensor, weight: Tensor, tiling: InvariantTiling | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Gives `rows @ weight.T` in the dtype of `rows`, `[rows, outputs]`; in `out` where that is given."""
     count, depth = rows.shape
     outputs = len(weight)
     if tiling is None:
-        tiling = tiling_for(count, outputs, depth)
-    out = torch.empty((count, outputs), dtype=rows.dtype, device=rows.device)
+        tiling = tiling_for(count, outputs)
+    if out is None:
+        out = torch.empty((count, outputs), dtype=rows.dtype, device=rows.device)
     if not count:
         return out
     _product[(triton.cdiv(count, tiling.rows) * triton.cdiv(outputs, tiling.outputs),)](

@@ -2,8 +2,9 @@
 
 Programmatic dependent launch (CUDA C++ Programming Guide, "Programmatic Dependent Launch and
 Synchronization"): a kernel launched so starts early and must wait, before it reads what others wrote or
-writes at all, until the kernel before it has ended. Every kernel here does, so that in a chain each
-knows all those before it have ended. It hides what a launch costs, in graphs too.
+writes at all, until the kernel before it has ended. Every kernel here does both, so that in a chain each
+knows all those before it have ended; and before it waits, all but the one ahead: what was written earlier
+it may read at once. It hides what a launch costs, in graphs too.
 
 Import it only where it runs, as the kernels.
 """
@@ -20,18 +21,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _HOPPER = 9
-_ALONE, _EARLY, _LATE = 0, 1, 2
 
 
-def chained(tensor: Tensor, *, is_short: bool = False) -> dict[str, int | bool]:
-    """Gives the launch options of a kernel that calls `follow`; `tensor` is `[tokens, ..]`, on its device.
-
-    In steps of one token, and where the kernel `is_short` anyway, the next kernel starts at once. Else it
-    starts as the last programs end: programs in waiting would take the room that running ones need.
-    """
+def chained(tensor: Tensor) -> dict[str, bool]:
+    """Gives the launch options of a kernel that calls `follow`; `tensor` is on its device."""
     if tensor.device.type == "cuda" and _can_chain(tensor.device.index or 0):
-        return {"CHAINED": _EARLY if is_short or tensor.shape[0] == 1 else _LATE, "launch_pdl": True}
-    return {"CHAINED": _ALONE}
+        return {"CHAINED": True, "launch_pdl": True}
+    return {"CHAINED": False}
 
 
 @functools.cache
@@ -41,8 +37,7 @@ def _can_chain(index: int) -> bool:
 
 @triton.jit
 def follow(CHAINED: tl.constexpr):
-    """Waits for the kernel before this one; lets the one after it start now, or as this one ends."""
-    if CHAINED != 0:
+    """Waits for the kernel before this one, and lets the one after it start."""
+    if CHAINED:
         gdc_wait()
-        if CHAINED == 1:
-            gdc_launch_dependents()
+        gdc_launch_dependents()

@@ -20,8 +20,6 @@ from megallm.core_async.device.triton_launch import chained, follow
 GATE_WIDTH = 1024
 """Dimensions that one program of the gate takes."""
 FEW_WARPS, MANY_WARPS = 4, 8
-SHORT_ROWS = 512
-"""Rows up to which a kernel is over before the next one could be in its way."""
 FEW_TOKENS, SOME_TOKENS = 32, 1024
 """Up to so many tokens a program turns one, or two."""
 WIDE = 2048
@@ -45,7 +43,7 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         PADDED=triton.next_power_of_2(width),
         ADDS=False,
         num_warps=_warps_for(width),
-        **chained(rows, is_short=len(rows) <= SHORT_ROWS),
+        **chained(rows),
     )
     return out
 
@@ -66,7 +64,7 @@ def add_rms_norm(rows: Tensor, residual: Tensor, weight: Tensor, epsilon: float)
         PADDED=triton.next_power_of_2(width),
         ADDS=True,
         num_warps=_warps_for(width),
-        **chained(rows, is_short=len(rows) <= SHORT_ROWS),
+        **chained(rows),
     )
     return rows, out
 
@@ -82,7 +80,7 @@ def silu_gate(rows: Tensor) -> Tensor:
         width,
         GATE_WIDTH=GATE_WIDTH,
         num_warps=FEW_WARPS,
-        **chained(rows, is_short=len(rows) <= SHORT_ROWS),
+        **chained(rows),
     )
     return out
 
@@ -135,7 +133,7 @@ def turn_and_write(
         TURNS=turns,
         IS_INTERLEAVED=is_interleaved,
         num_warps=num_warps,
-        **chained(query, is_short=count <= SHORT_ROWS),
+        **chained(query),
     )
 
 

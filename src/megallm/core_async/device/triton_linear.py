@@ -91,7 +91,7 @@ def add_rms_norm_of_parts(
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
         num_warps=4 if width < 4096 else 8,  # noqa: PLR2004 - a row's share of a thread
-        **chained(residual, is_short=True),
+        **chained(residual),
     )
     return total, normed
 

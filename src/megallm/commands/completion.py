@@ -1,0 +1,69 @@
+"""`megallm completion`: a script that has a shell complete commands and options.
+
+    eval "$(megallm completion bash)"        # in ~/.bashrc; zsh the same way
+
+Made from the parser itself, so it can't fall behind it.
+"""
+
+import argparse
+from typing import Final, TextIO
+
+SHELLS: Final = ("bash", "zsh", "fish")
+EXIT_OK = 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")
+
+
+def run(options: argparse.Namespace, *, parser: argparse.ArgumentParser, stdout: TextIO) -> int:
+    """Writes the script; gives the exit code."""
+    words = _words(parser)
+    stdout.write(_fish(words) if options.shell == "fish" else _bash(words, is_zsh=options.shell == "zsh"))
+    return EXIT_OK
+
+
+def _words(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """Gives every command's options, and under "" the commands."""
+    commands = next(
+        action.choices
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)  # noqa: SLF001 - argparse shows its contents no other way
+    )
+    words: dict[str, list[str]] = {"": list(commands)}
+    for name, command in commands.items():
+        words[name] = [option for action in command._actions for option in action.option_strings]  # noqa: SLF001 - the same
+        words[name] += [choice for action in command._actions for choice in _choices(action)]  # noqa: SLF001 - the same
+    return words
+
+
+def _choices(action: argparse.Action) -> list[str]:
+    return [] if action.option_strings or action.choices is None else list(action.choices)
+
+
+def _bash(words: dict[str, list[str]], *, is_zsh: bool) -> str:
+    cases = "\n".join(
+        f'        {name}) words="{" ".join(options)}" ;;' for name, options in words.items() if name
+    )
+    prelude = "autoload -U +X bashcompinit && bashcompinit\n" if is_zsh else ""
+    return f"""{prelude}_megallm() {{
+    local words
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+        *) words="{" ".join(words[""])}" ;;
+    esac
+    if [ "$COMP_CWORD" -eq 1 ]; then words="{" ".join(words[""])}"; fi
+    COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _megallm megallm
+"""
+
+
+def _fish(words: dict[str, list[str]]) -> str:
+    lines = [f"complete -c megallm -n __fish_use_subcommand -f -a '{' '.join(words[''])}'"]
+    for name, options in words.items():
+        for option in options if name else []:
+            where = f"complete -c megallm -n '__fish_seen_subcommand_from {name}'"
+            lines.append(f"{where} -l {option[2:]}" if option.startswith("--") else f"{where} -a {option}")
+    return "\n".join(lines) + "\n"
