@@ -16,9 +16,10 @@ from benchmarks.report import Report, show
 SUITES: Final = {
     "block_pool": "what a block costs the block pool, and a scheduler's step its prefix cache",
     "control_plane": "the engine's own work a step, with a runner that costs nothing",
-    "kernels": "decode attention on a GPU, against the bytes it reads",
+    "kernels": "attention kernels on a GPU, against the bytes that they read and the products that they make",
     "numerics": "log-probs beside a plain forward pass of the same module, and greedy tokens",
     "offline": "tokens per second of whole batches, beside transformers on the same weights",
+    "online": "the HTTP server under load: tokens per second, and what a request waits for",
     "prefix": "many questions behind one long system prompt, without and with prefix caching",
     "simulate": "a service of many replicas on a virtual clock, its schedulers and router the real ones",
     "sleep": "memory given back by suspend and left behind by cycles and requests, on a GPU",

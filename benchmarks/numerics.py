@@ -5,6 +5,8 @@ exp(d) - 1 - d, where d is the plain log-prob less the engine's ("Approximating 
 2020: the estimator k3). `fp32_*` are mean absolute distances from a float32 forward pass on the CPU: the
 engine's, and the plain pass's. `same` counts greedy tokens, up to each text's first near-tie.
 """
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch and megatron-core are untyped in part)
 
 import argparse
 import random
@@ -66,7 +68,7 @@ def run(options: argparse.Namespace) -> Report:
     has_gpu = torch.cuda.is_available()
     results: list[dict[str, object]] = []
     for name in options.models.split(","):
-        model, exact, tokenizer = _twins(name)
+        trio = _twins(name)
         for backend in options.backends.split(","):
             for num_graphs in (None, 0) if has_gpu else (None,):
                 print(f"numerics: {name}, {backend}, graphs {num_graphs}", file=sys.stderr)
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace) -> Report:
                         "backend": backend,
                         "graphs": "none" if num_graphs == 0 or not has_gpu else "captured",
                         "batch_invariant": options.batch_invariant,
-                        **_measured(model, exact, tokenizer, backend, num_graphs, options),
+                        **_measured(trio, backend, num_graphs, options),
                     }
                 )
     rows = [tuple(_cell(row.get(column)) for column in COLUMNS) for row in results]
@@ -116,13 +118,17 @@ def _twins(name: str) -> tuple[Any, Any, Any]:  # Any: megatron's models are unt
 
 
 def _measured(
-    model: Any, exact: Any, tokenizer: Any, backend: str, num_graphs: int | None, options: argparse.Namespace
+    trio: tuple[Any, Any, Any],  # Any: see `_twins`
+    backend: str,
+    num_graphs: int | None,
+    options: argparse.Namespace,
 ) -> dict[str, object]:
-    """Generates, and compares. Any: see `_twins`."""
+    """Generates, and compares."""
     import torch  # noqa: PLC0415
 
     from megallm import InferenceConfig, MegatronLLM, SamplingParams  # noqa: PLC0415
 
+    model, exact, tokenizer = trio
     rng = random.Random(SEED)
     prompts = [
         [rng.randrange(model.vocab_size) for _ in range(rng.randint(1, options.input))]
@@ -155,7 +161,9 @@ def _measured(
     ) as llm:
         samples = llm.generate(prompts, drawn, progress=False)
         best = llm.generate(prompts, greedy, progress=False)
-    apart, engine_error, plain_error = [], [], []
+    apart: list[Tensor] = []
+    engine_error: list[Tensor] = []
+    plain_error: list[Tensor] = []
     for prompt, result in zip(prompts, samples, strict=True):
         ours = torch.tensor(result.generated_log_probs)
         plain, reference = (_log_probs(some, prompt, result.generated_tokens) for some in (model, exact))

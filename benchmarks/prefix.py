@@ -57,9 +57,11 @@ def run(options: argparse.Namespace) -> Report:
     outcomes = alternate(runs, options.repetitions)
     equal = {str(outcome.token_ids) for each in outcomes.values() for outcome in each}
     assert len(equal) == 1, f"the tokens are not the same: {equal}"
-    results = [{"model": options.model, "cache": name, **_figures(each)} for name, each in outcomes.items()]
+    results: list[dict[str, Any]] = [  # Any: cells of a table
+        {"model": options.model, "cache": name, **_figures(each)} for name, each in outcomes.items()
+    ]
     off, on = results
-    ratios = {
+    ratios: dict[str, Any] = {  # Any: the same
         "prefill_tokens_saved_percent": significant(
             100 * (1 - on["prefill_tokens"] / off["prefill_tokens"]), 3
         ),

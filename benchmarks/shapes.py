@@ -56,15 +56,36 @@ class NumberTokenizer:
         return " ".join(map(str, ids))
 
 
+def word_tokenizer(vocab_size: int) -> Any:
+    """Gives a byte-level tokenizer of so many ids: bytes, then made-up words. Any: its library is untyped.
+
+    Other processes can make the same, which the numbers of `NumberTokenizer` are not good for.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415 - for this alone
+
+    from megallm.models.base_tokenizer import SpecialIds  # noqa: PLC0415 - with it
+    from megallm.models.tokenizer import ByteLevelTokenizer  # noqa: PLC0415 - with it
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"\u0120{number:x}" for number in range(vocab_size - len(symbols))]
+    vocab = {symbol: token_id for token_id, symbol in enumerate([*symbols, *words])}
+    backend: Any = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return ByteLevelTokenizer(
+        backend, special_ids=SpecialIds(eos=vocab_size - 1), chat_template=None, path="words"
+    )
+
+
 def random_model(
-    name: str, *, dtype: "torch.dtype | None" = None, device: str | None = None
+    shape: str | Hyperparameters, *, dtype: "torch.dtype | None" = None, device: str | None = None
 ) -> tuple[Any, NumberTokenizer]:
-    """Gives a model of `SHAPES`, on the GPU where there is one. Any: megatron's model is untyped."""
+    """Gives a model of `SHAPES`, or of a shape, on the GPU if there is one. Any: megatron's model is untyped."""
     import torch  # noqa: PLC0415 - takes seconds, which `--help` need not wait for
 
     from megallm.models.megatron_setup import ensure_process_groups, quiet_megatron  # noqa: PLC0415
 
-    size = SHAPES[name]
+    size = SHAPES[shape] if isinstance(shape, str) else shape
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
     with quiet_megatron():

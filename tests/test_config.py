@@ -203,14 +203,16 @@ def test_graphs_are_what_the_fields_of_the_config_say(
 )
 def test_impossible_numbers_of_graphs_are_refused(field: str, value: int) -> None:
     """Named, like every other field."""
+    changes: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=field):
-        derive(**{field: value})
+        derive(**changes)
 
 
 def test_older_configs_without_the_fields_get_ours() -> None:
     """Fields are read by name, so that any version's config will do."""
-    fields = {
+    kept = {
         name: value for name, value in vars(InferenceConfig(buffer_size_gb=1)).items() if "graph" not in name
     }
-    config = EngineConfig.derive(SimpleNamespace(**fields), model_limits())
+    older: Any = SimpleNamespace(**kept)  # Any: of a class of its own
+    config = EngineConfig.derive(older, model_limits())
     assert (config.num_graphs, config.num_mixed_graphs, config.max_graph_tokens) == (None, 16, None)

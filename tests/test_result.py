@@ -1,8 +1,10 @@
 """The public result: megatron-core's fields, filled in alike whatever became of the prompt."""
 
 import itertools
+import json
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.inference.inference_request import (
     DynamicInferenceEventType,
@@ -200,3 +202,30 @@ def test_log_probs_are_none_unless_asked_for() -> None:
     asked = completed(log_probs=[-0.1, -0.2, -0.3], prompt_log_probs=[-1.0])
     assert asked.generated_log_probs == [-0.1, -0.2, -0.3]
     assert asked.prompt_log_probs == [-1.0]
+
+
+@pytest.mark.parametrize("kind", ["completed", "failed"])
+def test_a_result_survives_megatrons_serialisation(kind: str) -> None:
+    """RL frameworks send results between processes; a failed one too, whose error is none of megatron's."""
+    result = completed(token_times=[12.0, 13.5, 16.0]) if kind == "completed" else failed([1] * 200)
+    params: Any = result.sampling_params
+    params.return_prompt_tokens = True
+    made: Any = Result
+    again: Any = made.deserialize(json.loads(json.dumps(result.serialize())))
+    assert isinstance(again, Result)
+    assert (again.status, again.finish_reason) == (result.status, result.finish_reason)
+    assert (again.generated_tokens, again.generated_text) == (result.generated_tokens, result.generated_text)
+    assert (again.request_id, again.prompt_length) == (result.request_id, result.prompt_length)
+    prompt_tokens: Any = result.prompt_tokens
+    assert prompt_tokens.equal(again.prompt_tokens)
+    assert event_types(again) == event_types(result)
+    for event, before in zip(again.events, result.events, strict=True):
+        assert str(before.payload) in str(event.payload)
+    assert len(result.events) == len(result.serialize()["events"]), "it is as it was"
+
+
+def test_prompt_tokens_travel_only_where_they_are_asked_for() -> None:
+    """As megatron-core's: they are long, and who asked has them."""
+    fields = completed().serialize()
+    assert fields["prompt_tokens"] is None
+    assert fields["prompt_length"] == 2

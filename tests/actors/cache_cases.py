@@ -121,9 +121,9 @@ def _run(
 
 def main() -> None:
     """Runs all cases on the demo model."""
-    from megatron.core.inference.config import InferenceConfig  # noqa: PLC0415 - slow to import
+    from megatron.core.inference.config import InferenceConfig
 
-    from megallm import load_model  # noqa: PLC0415 - the same
+    from megallm import load_model
 
     model, tokenizer = load_model("smollm2-135m")
     block_size, bytes_per_token = 16, 30 * 3 * (64 + 64) * 4
@@ -135,12 +135,11 @@ def main() -> None:
 
     for case in cache_cases(block_size):
         stats = run_case(case, make_llm, block_size)
-        print(
+        sys.stdout.write(
             f"{case.name}: equal; {stats.prefix_hit_tokens:,} of {stats.prefix_query_tokens:,} tokens cached,"
-            f" {stats.preemptions} preemptions",
-            file=sys.stdout,
-            flush=True,
+            f" {stats.preemptions} preemptions\n"
         )
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -220,9 +220,11 @@ async def test_no_chunk_size_changes_a_token(max_tokens: int) -> None:
 
 
 @asynccontextmanager
-async def caching_engine(kv_mode: Literal["persist", "offload", "recompute"]) -> AsyncGenerator[Rig]:
+async def caching_engine(
+    kv_mode: Literal["persist", "offload", "recompute"] = "persist", *, shares_prefixes: bool = True
+) -> AsyncGenerator[Rig]:
     """Runs an engine that shares prefixes, and stops it."""
-    config = replace(engine_config(), shares_prefixes=True, kv_mode=kv_mode)
+    config = replace(engine_config(), shares_prefixes=shares_prefixes, kv_mode=kv_mode)
     runner = fake_runner(config)
     rig = Rig(
         Engine(config, runner, FakeTokenizer(), make_worker=lambda each: inline_worker(each, 0.0)), runner
@@ -263,3 +265,28 @@ async def test_a_prefix_ends_with_the_weights_it_was_computed_with() -> None:
         assert (await answer(rig, stem(13))).num_cached_tokens == 12
         await rig.engine.set_generation_epoch(2)
         assert (await answer(rig, stem(13))).num_cached_tokens == 0
+
+
+async def test_forks_leave_nothing_behind_where_the_cache_is_off() -> None:
+    """An off switch must be one: what they shared is free once the last of them has ended."""
+    async with caching_engine(shares_prefixes=False) as rig:
+        forks = [replace(rig.request(stem(13), 3), shares_prefix=True) for _ in range(3)]
+        completions = await rig.complete(*forks)
+        assert [each.num_cached_tokens for each in completions] == [0, 12, 12]
+        assert (await answer(rig, stem(13))).num_cached_tokens == 0
+        stats = rig.engine.stats()
+        assert (stats.cached_blocks, stats.used_blocks) == (0, 0)
+
+
+async def test_the_engines_figures_tell_the_hits_and_where_a_steps_time_went() -> None:
+    """One Struct a step, for whoever scrapes it; reading it disturbs nobody."""
+    async with caching_engine() as rig:
+        await answer(rig, stem(13))
+        await answer(rig, stem(13))
+        stats = rig.engine.stats()
+        assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (26, 12)
+        assert stats.prefix_hit_rate == 12 / 26
+        assert (stats.generated_tokens, stats.prefill_tokens) == (6, 14)
+        assert 0 < stats.last_step.plan_s <= stats.all_steps.plan_s
+        assert 0 < stats.last_step.post_s <= stats.all_steps.post_s
+        assert stats.captured_steps == 0

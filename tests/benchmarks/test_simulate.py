@@ -29,7 +29,7 @@ def a_line(shape: str, *cases: tuple[str, float, float]) -> str:
         {"engine": "megallm", "shape": shape, "case": case, "step_ms": {"total": ms}, "prompt_tok_s": rate}
         for case, ms, rate in cases
     ]
-    machine = {"gpus": [], "cores": 2, "cpu": "some processor"}
+    machine = {"gpus": list[str](), "cores": 2, "cpu": "some processor"}
     return json.dumps({"suite": "offline", "machine": machine, "results": results}) + "\n"
 
 
@@ -121,7 +121,7 @@ def test_every_request_ends_under_every_policy_and_the_source_of_the_cost_is_nam
     assert len({row["output_tok_s"] for row in report.results}) <= 3
     assert "h200_offline.jsonl, line 2: shape-8b on NVIDIA H200" in report.notes[0]
     for row in report.results:
-        assert row["cost_source"] in report.notes[0]
+        assert str(row["cost_source"]) in report.notes[0]
         assert 0 < float(str(row["ttft_p50_ms"])) <= float(str(row["ttft_p99_ms"]))
         assert 0 < float(str(row["itl_p50_ms"])) <= float(str(row["e2e_p50_ms"]))
 

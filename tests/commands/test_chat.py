@@ -176,5 +176,5 @@ def test_clear_forgets_and_exit_leaves() -> None:
 
 def test_a_model_without_a_template_is_refused_with_the_remedy() -> None:
     """A base model would ramble on, and nobody would know why."""
-    with pytest.raises(ValueError, match="smollm2-135m has no chat template, .* megallm generate --raw"):
+    with pytest.raises(ValueError, match=r"smollm2-135m has no chat template, .* megallm generate --raw"):
         talk(stdin=io.StringIO("Hi\n"), answers=[], template=None)

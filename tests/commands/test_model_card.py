@@ -60,8 +60,8 @@ def test_what_is_special_of_an_architecture_is_named() -> None:
         is_tied=False,
     )
     assert model_card.architecture_of(size) == (
-        "decoder, multi-head attention, rotary positions (yarn), query and key norms, window of 8 tokens in 1 "
-        "layers, 2 of 8 experts, output projection of its own"
+        "decoder, multi-head attention, rotary positions (yarn), query and key norms, window of 8 tokens in "
+        "1 layers, 2 of 8 experts, output projection of its own"
     )
 
 

@@ -62,13 +62,13 @@ def test_the_format_can_be_named_where_the_file_does_not_say() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "stdin, line 2 is no JSON"),
-        ("[1]", "stdin, line 2: an object with either 'prompt' or 'messages' is needed"),
+        ("{", "stdin, line 2 is no JSON object with a prompt"),
+        ("[1]", "stdin, line 2 is no JSON object with a prompt: Expected `object`"),
         ('{"text": "x"}', "either 'prompt' or 'messages'"),
         ('{"prompt": "x", "messages": []}', "either 'prompt' or 'messages'"),
-        ('{"prompt": 3}', "'prompt' is int; a text or a list of ids"),
-        ('{"prompt": ["a"]}', "'prompt' is list; a text or a list of ids"),
-        ('{"messages": "x"}', "'messages' is no list of objects"),
+        ('{"prompt": 3}', r"got `int` - at `\$\.prompt`"),
+        ('{"prompt": ["a"]}', r"got `str` - at `\$\.prompt\[0\]`"),
+        ('{"messages": "x"}', r"got `str` - at `\$\.messages`"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_refused_with_its_number(line: str, said: str) -> None:

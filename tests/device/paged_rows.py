@@ -55,6 +55,8 @@ class PagedRows:
         keys = self.layer.cache.flat_keys[slots].double().repeat_interleave(group, dim=1)
         values = self.layer.cache.flat_values[slots].double().repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * shape.scale
+        if shape.softcap is not None:
+            scores = shape.softcap * (scores / shape.softcap).tanh()
         count, length = len(query), len(slots)
         distances = torch.arange(length - count, length)[:, None] - torch.arange(length)
         is_hidden = distances < 0

@@ -36,7 +36,10 @@ class Counting(SdpaAttention):
     ],
 )
 def test_long_chunks_go_to_the_second(
-    monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, int]], num_decode: int, takes_chunks: bool
+    monkeypatch: pytest.MonkeyPatch,
+    parts: list[tuple[int, int]],
+    num_decode: int,
+    takes_chunks: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     """Decode rows and short prompts have a faster kernel; the answer is the same."""
     monkeypatch.setattr(attention_choice, "MIN_QUERIES", 8)

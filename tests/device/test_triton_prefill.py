@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megallm.core_async.device.attention import LayerShape
-from megallm.core_async.device.triton_prefill import prefill_attention
+from megallm.core_async.device.triton_prefill import prefill_attention, queries_of_tile
+from megallm.core_async.device.triton_work import query_tiles
 from tests.device.paged_rows import PagedRows
 
 pytestmark = pytest.mark.filterwarnings(
@@ -15,29 +16,29 @@ pytestmark = pytest.mark.filterwarnings(
 SHAPES = {
     "grouped": LayerShape(6, 2, 16, 16, 0.3),
     "window and sinks": LayerShape(2, 2, 16, 8, 0.3, window=20, has_sinks=True),
+    "softcap": LayerShape(4, 2, 16, 16, 0.3, softcap=0.7),
 }
 
 
+@pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("name", SHAPES)
-def test_chunks_attend_by_definition(name: str) -> None:
+def test_chunks_attend_by_definition(name: str, block_size: int) -> None:
     """Several tiles a row, tokens cached before, a row left out, and rows that do not fill a tile."""
     shape = SHAPES[name]
     lengths, counts = [150, 0, 3, 90], [140, 1, 3, 5]
-    batch = PagedRows(lengths, shape, block_size=16)
+    batch = PagedRows(lengths, shape, block_size=block_size)
     starts = torch.tensor([0, *counts]).cumsum(0).int()
     total = sum(counts)
     query = torch.randn(total, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
     out = torch.full((total, shape.num_heads, shape.value_head_dim), 7.0)
-    prefill_attention(
-        batch.layer,
-        query,
-        block_tables=batch.tables,
-        table_rows=batch.rows,
-        query_starts=starts,
-        kv_lengths=batch.lengths,
+    tiles = query_tiles(
+        starts,
+        batch.lengths,
+        batch.rows,
         num_queries=total,
-        out=out,
+        queries=queries_of_tile(shape, torch.float32),
     )
+    prefill_attention(batch.layer, query, block_tables=batch.tables, tiles=tiles, out=out)
     for row, length in enumerate(lengths):
         part = slice(int(starts[row]), int(starts[row + 1]))
         if length:

@@ -86,7 +86,7 @@ async def test_it_ends_with_the_engines_process_and_tells_its_streams(tmp_path: 
         front_end = await started(tasks, rig, tmp_path)
         client = await front_end.stream(4000)
         front_end.process.stream.abort()  # what the kernel does for a process that is killed
-        assert b"the engine's process has gone" in await client.read_to_end()
+        assert b'"error"' in await client.read_to_end()
         assert await front_end.process.end() == 1
         await eventually(lambda: rig.engine.stats().running == 0)
 

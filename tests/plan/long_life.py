@@ -146,7 +146,7 @@ def drawn_by(random: Random) -> Draw:
 if __name__ == "__main__":
     ended = lived(int((sys.argv[2:] or ["0"])[0]), int(sys.argv[1]))
     watch = ended.rounds.pool.watch
-    print(
+    sys.stdout.write(
         f"{ended.rounds.num_turns:,} steps, {len(ended.rounds.courses):,} requests, {watch.num_hits:,} blocks"
-        f" shared, {watch.num_evicted:,} evicted, {ended.rounds.roster.stats().preemptions:,} preemptions"
+        f" shared, {watch.num_evicted:,} evicted, {ended.rounds.roster.stats().preemptions:,} preemptions\n"
     )

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, *, checkout: Path | None = None) -> int:
         )
     paths = [str(root), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(  # noqa: S603 - this interpreter and our own module
-        [sys.executable, "-m", "benchmarks", options.suite, *options.arguments],
+        [sys.executable, "-P", "-m", "benchmarks", options.suite, *options.arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         check=False,
     )

@@ -9,6 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any, Protocol, TextIO
 
 from megallm.commands.argument_types import whole
@@ -143,7 +144,7 @@ def _lines(stdin: TextIO, stdout: TextIO) -> Iterator[str]:
     is_typed = stdin.isatty()
     if is_typed and stdin is sys.stdin:
         with contextlib.suppress(ImportError):  # the arrow keys then edit and find lines again
-            import readline  # noqa: F401 - its import is what does it
+            import_module("readline")
     while True:
         try:
             line = _typed(stdin, stdout) if is_typed else stdin.readline()

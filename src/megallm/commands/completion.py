@@ -6,7 +6,7 @@ Made from the parser itself, so it can't fall behind it.
 """
 
 import argparse
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 SHELLS: Final = ("bash", "zsh", "fish")
 EXIT_OK = 0
@@ -26,16 +26,17 @@ def run(options: argparse.Namespace, *, parser: argparse.ArgumentParser, stdout:
 
 def _words(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
     """Gives every command's options, and under "" the commands."""
-    commands = next(
-        action.choices
-        for action in parser._actions
-        if isinstance(action, argparse._SubParsersAction)  # noqa: SLF001 - argparse shows its contents no other way
-    )
+    choices: list[Any] = [action.choices for action in _actions(parser)]  # Any: argparse leaves it open
+    commands: dict[str, argparse.ArgumentParser] = next(each for each in choices if hasattr(each, "keys"))
     words: dict[str, list[str]] = {"": list(commands)}
     for name, command in commands.items():
-        words[name] = [option for action in command._actions for option in action.option_strings]  # noqa: SLF001 - the same
-        words[name] += [choice for action in command._actions for choice in _choices(action)]  # noqa: SLF001 - the same
+        options = [option for action in _actions(command) for option in action.option_strings]
+        words[name] = options + [choice for action in _actions(command) for choice in _choices(action)]
     return words
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return parser._actions  # noqa: SLF001 - the same
 
 
 def _choices(action: argparse.Action) -> list[str]:

@@ -106,11 +106,11 @@ def _readable(shown: dict[str, Any]) -> str:  # Any: the same
     memory = f"{shown['memory_bytes'] / GIB:.1f} GiB"
     fit = f"{requests['fit']:,} of {requests['tokens_each']:,} tokens in {memory}, weights included"
     active = shown["active_parameters"]
+    heads = f"{shown['heads']} heads of {shown['head_dim']}, {shown['kv_heads']} for keys and values"
     lines = {
         "source": shown["source"],
         "architecture": shown["architecture"],
-        "layers": f"{shown['layers']} of {shown['hidden_size']:,}, {shown['heads']} heads of {shown['head_dim']}, "
-        f"{shown['kv_heads']} for keys and values",
+        "layers": f"{shown['layers']} of {shown['hidden_size']:,}, {heads}",
         "vocabulary": f"{shown['vocabulary']:,} tokens",
         "context": f"{shown['context']:,} tokens",
         "parameters": f"{shown['parameters']:,}"
@@ -129,5 +129,5 @@ def _machine_bytes() -> int:
         import torch
 
         if torch.cuda.is_available():
-            return torch.cuda.get_device_properties(0).total_memory
+            return torch.cuda.mem_get_info(0)[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

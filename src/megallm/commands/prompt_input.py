@@ -1,10 +1,10 @@
 """Prompts from arguments, a file, stdin or JSON lines. Knows text and JSON; knows no model."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 from msgspec import Struct
 
 _FORMATS = ("lines", "jsonl")
@@ -30,12 +30,12 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompts",
         metavar="FILE",
-        help="a file of prompts, one a line; '-' is stdin, which is read without prompts too, if not a terminal",
+        help="a file of prompts, one a line; '-' is stdin, which a pipe needs not to name",
     )
     add(
         "--input-format",
         choices=_FORMATS,
-        help="of that file: text, or JSON objects with 'prompt' (text or ids) or 'messages' (default: by its name)",
+        help="of that file: text, or JSON objects with 'prompt' or 'messages' (default: by its name)",
     )
 
 
@@ -64,27 +64,26 @@ def _format_of(name: str) -> str:
     return "jsonl" if name.endswith((".jsonl", ".ndjson")) else "lines"
 
 
+class _Line(Struct):
+    """The part of a JSON line that is the prompt."""
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None  # Any: JSON
+
+
 def _from_json(line: str, name: str, number: int) -> Prompt:
     where = f"{'stdin' if name == '-' else name}, line {number}"
     try:
-        given: Any = json.loads(line)  # Any: JSON, checked below
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is no JSON: {error}") from error
-    if not isinstance(given, dict) or ("prompt" in given) == ("messages" in given):
-        raise ValueError(f"{where}: an object with either 'prompt' or 'messages' is needed: {line[:80]}")
-    fields = dict(given)
-    if "messages" in fields:
-        messages = fields.pop("messages")
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise ValueError(f"{where}: 'messages' is no list of objects")
-        last = messages[-1].get("content") if messages else None
-        return Prompt(str(last or ""), messages=messages, fields=fields)
-    match fields.pop("prompt"):
-        case str(text):
-            return Prompt(text, fields=fields)
-        case list(ids) if ids and all(type(token_id) is int for token_id in ids):
-            return Prompt(json.dumps(ids), token_ids=ids, fields=fields)
-        case other:
-            raise ValueError(
-                f"{where}: 'prompt' is {type(other).__name__}; a text or a list of ids is needed"
-            )
+        given = msgspec.json.decode(line, type=_Line)
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{where} is no JSON object with a prompt: {error}") from error
+    if (given.prompt is None) == (given.messages is None):
+        raise ValueError(f"{where}: either 'prompt' or 'messages' is needed: {line[:80]}")
+    fields = {key: value for key, value in fields.items() if key not in _Line.__struct_fields__}
+    if given.messages is not None:
+        last = given.messages[-1].get("content") if given.messages else None
+        return Prompt(str(last or ""), messages=given.messages, fields=fields)
+    if isinstance(given.prompt, list):
+        return Prompt(str(given.prompt), token_ids=given.prompt, fields=fields)
+    return Prompt(given.prompt or "", fields=fields)

@@ -1,9 +1,10 @@
 """The options of commands that say how an answer is sampled. Knows the public API alone."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from megallm.commands.argument_types import share, whole
 
@@ -60,9 +61,6 @@ def json_schema(text: str) -> dict[str, Any] | bool:  # Any: JSON
                 f"{text!r} is neither JSON nor a readable file: {error}"
             ) from error
     try:
-        schema = json.loads(source)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} holds no JSON: {error}") from error
-    if schema is not True and not isinstance(schema, dict):
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is {type(schema).__name__}; a schema is an object")
-    return schema
+        return msgspec.json.decode(source, type=dict[str, Any] | bool)
+    except msgspec.MsgspecError as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} holds no schema: {error}") from error

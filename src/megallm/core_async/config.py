@@ -248,7 +248,7 @@ def _graph_limits(settings: InferenceSettings, max_tokens: int) -> _GraphLimits:
     num_graphs: int | None = getattr(settings, "num_cuda_graphs", None)
     if num_graphs is not None and num_graphs < -1:
         raise ValueError(
-            f"InferenceConfig.num_cuda_graphs is {num_graphs}; it must be at least 0, or -1 for as many as pay"
+            f"InferenceConfig.num_cuda_graphs is {num_graphs}; it must be at least -1, as many as pay"
         )
     num_mixed: int | None = getattr(settings, "cuda_graph_mixed_prefill_count", _MIXED_GRAPHS)
     if not getattr(settings, "use_cuda_graphs_for_non_decode_steps", True):

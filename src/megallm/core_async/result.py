@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.inference.inference_request import (
@@ -13,7 +13,7 @@ from megatron.core.inference.inference_request import (
 )
 from msgspec import Struct
 
-from megallm.core_async.errors import InvalidRequestError, RequestFailedError
+from megallm.core_async.errors import InvalidRequestError, MegaLLMError, RequestFailedError
 from megallm.core_async.intake import Entry
 from megallm.core_async.messages import Completion
 from megallm.core_async.plan.output import Place, by_text
@@ -36,6 +36,21 @@ class Result(DynamicInferenceRequest):
     num_evictions: int = 0
     """How often its blocks were taken away, and its tokens computed again."""
 
+    @override
+    def serialize(self) -> dict[str, Any]:
+        """Gives a dict for JSON or msgpack, from which `deserialize` makes a result again.
+
+        As megatron-core's: without `prompt_tokens` unless `return_prompt_tokens` is set, and an error is
+        one of its context errors afterwards.
+        """
+        events, self.events = self.events, []
+        try:
+            base: Any = super()  # Any: megatron says no more than dict
+            fields: dict[str, Any] = base.serialize()
+        finally:
+            self.events = events
+        return {**fields, "events": [_serialized(event, self.request_id) for event in events]}
+
     def __post_init__(self) -> None:
         """Takes a copy of the parameters: megatron-core's deep copy costs more than all else of a result."""
         given, self.sampling_params = self.sampling_params, None
@@ -46,7 +61,8 @@ class Result(DynamicInferenceRequest):
 def _copied(params: Any) -> Any:
     """Gives a copy of parameters, and of their lists and dicts. Any: megatron-core's class or ours, or None."""
     copied = copy.copy(params)
-    for name, value in list(vars(copied).items()) if copied is not None else ():
+    fields: dict[str, Any] = getattr(copied, "__dict__", {})  # a dict, before `deserialize`
+    for name, value in list(fields.items()):
         if isinstance(value, list | dict):
             setattr(copied, name, copy.copy(value))  # pyright: ignore[reportUnknownArgumentType] - items of any type
     return copied
@@ -175,6 +191,19 @@ def _add_log_probs(result: Result, completion: Completion, tokenizer: TokenizerA
 
 def _by_text(places: list[Place] | None, tokenizer: TokenizerAdapter) -> list[dict[str, float]]:
     return [by_text(place, tokenizer.detokenize) for place in places or []]
+
+
+def _serialized(event: DynamicInferenceEvent, request_id: int) -> dict[str, Any]:
+    """Gives an event as megatron-core reads it, which knows errors of its own alone."""
+    payload: object = event.payload
+    if isinstance(payload, MegaLLMError):
+        payload = {
+            "type": "ContextOverflowError",
+            "request_id": request_id,
+            "message": str(payload),
+            "is_transient": False,
+        }
+    return {"timestamp": event.timestamp, "type": event.type.name, "payload": payload}
 
 
 def _marks(epochs: tuple[tuple[int, int], ...] | None) -> list[tuple[int, int]] | None:

@@ -75,6 +75,7 @@ async def begin_chat(service: Service, exchange: Exchange, request: ChatRequest)
         is_streamed=bool(request.stream),
         asked=asked,
         interval=request.streaming_interval or 1,
+        spells_specials=request.skip_special_tokens is False,
         subject="messages",
     )
     await generation.start()

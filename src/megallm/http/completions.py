@@ -54,6 +54,7 @@ async def create_completion(service: Service) -> Response:
         is_streamed=bool(request.stream),
         asked=None if request.max_tokens is None else Asked("max_tokens", request.max_tokens),
         interval=request.streaming_interval or 1,
+        spells_specials=request.skip_special_tokens is False,
     )
     await generation.start()
     texts = [_echoed(service, prompt) if request.echo else "" for prompt in prompts]

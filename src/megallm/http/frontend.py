@@ -93,12 +93,13 @@ async def serve(listener: socket.socket, engine: socket.socket) -> int:
         gc.freeze()  # what is there now stays; the collector need not look at it again
         remote.say_ready()
         await server.run()
+        code = EXIT_ENGINE_ENDED if remote.has_ended.is_set() else EXIT_OK
         tasks.cancel_scope.cancel()
-    return EXIT_ENGINE_ENDED if remote.has_ended.is_set() else EXIT_OK
+    return code
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    exit_code = main(sys.argv[1:])
     logging.shutdown()
     sys.stderr.flush()
-    os._exit(code)  # no thread that is still at work, on a long text or a grammar, holds the process
+    os._exit(exit_code)  # no thread that is still at work, on a long text or a grammar, holds the process

@@ -20,6 +20,7 @@ from megallm.http.errors import RequestError
 from megallm.http.gathered import Gathered
 from megallm.http.sampling import RequestParams, for_choices, refused_params
 from megallm.http.service import Service
+from megallm.http.spelled_text import SpelledText, spelling_detokenizer
 from megallm.http.traffic import Exchange
 
 
@@ -71,11 +72,13 @@ async def prepare(
     asked: Asked | None,
     interval: int = 1,
     subject: str = "prompt",
+    spells_specials: bool = False,
 ) -> "Generation":
     """Checks the prompts and parameters of a request and makes its choices, `n` a prompt.
 
     `asked`: the budget that the request itself names; one nobody asked for is fitted into the context.
-    `subject`: what errors call the prompt's source, "prompt" or "messages".
+    `subject`: what errors call the prompt's source, "prompt" or "messages". `spells_specials`: special
+    tokens are part of the text.
     Raises: RequestError naming the field.
     """
     _check_context(service, prompts, asked, subject)
@@ -96,21 +99,35 @@ async def prepare(
             raise _refused_prompt(entry.error, choice.prompt_index, len(prompts), subject)
         if entry.request is not None and n > 1:
             entry.request = structs.replace(entry.request, shares_prefix=True)
-    return Generation(service, exchange, choices, n=n, interval=interval)
+    spelled: list[SpelledText] | None = None
+    if spells_specials:
+        words, keep_stop = tuple(params.stop_words), params.detokenize_stop_sequence
+        detokenize = spelling_detokenizer(service.tokenizer)
+        spelled = [SpelledText(detokenize, words, keep_stop=keep_stop) for _ in choices]
+    return Generation(service, exchange, choices, n=n, interval=interval, spelled=spelled)
 
 
 class Generation:
     """The choices of one request, and what the engine has given of them. Its owner is the request's task."""
 
     def __init__(
-        self, service: Service, exchange: Exchange, choices: list[Choice], *, n: int, interval: int
+        self,
+        service: Service,
+        exchange: Exchange,
+        choices: list[Choice],
+        *,
+        n: int,
+        interval: int,
+        spelled: list[SpelledText] | None,
     ) -> None:
+        """`spelled`: the texts of the choices with their special tokens, where those are to be shown."""
         self.choices = choices
         self.usage = Usage()
         self._service = service
         self._exchange = exchange
         self._n = n
         self._interval = interval
+        self._spelled = spelled
         self._outbox: Outbox[Parcel] | None = None
         self._indexes: dict[RequestId, int] = {}
         self._open = {choice.index for choice in choices}
@@ -166,7 +183,10 @@ class Generation:
             assert self._outbox is not None, "choices wait, and none was queued"
             for parcel in await self._outbox.take():
                 if isinstance(parcel, Completion):
-                    completions[self._indexes[parcel.request_id]] = parcel
+                    index = self._indexes[parcel.request_id]
+                    completions[index] = (
+                        parcel if self._spelled is None else self._spelled[index].of_completion(parcel)
+                    )
         for index in range(len(self.choices)):
             self._note_completion(index, completions[index])
         return [completions[index] for index in range(len(self.choices))]
@@ -185,13 +205,22 @@ class Generation:
             assert self._outbox is not None, "no choice was queued, and another delta is waited for"
             for parcel in await self._outbox.take():
                 if isinstance(parcel, Delta):
-                    index = self._indexes[parcel.request_id]
-                    before = self._held.get(index)
-                    self._held[index] = parcel if before is None else joined(before, parcel)
+                    self._hold(self._indexes[parcel.request_id], parcel)
             deltas = self._ripe()
         for index, delta in deltas.items():
             self._note_delta(index, delta)
+        if not self._open and self._outbox is not None:
+            self._outbox.close()
         return sorted(deltas.items())
+
+    def _hold(self, index: int, delta: Delta) -> None:
+        """Adds a delta to what is to be sent of its choice."""
+        if self._spelled is not None:
+            if self._spelled[index].has_ended:
+                return  # a stop word that the engine does not see has ended it
+            delta = self._spelled[index].of_delta(delta)
+        before = self._held.get(index)
+        self._held[index] = delta if before is None else joined(before, delta)
 
     def _ripe(self) -> dict[int, Delta]:
         """Takes what is long enough to be sent, or the last of its choice."""

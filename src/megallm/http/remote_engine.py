@@ -135,6 +135,7 @@ class RemoteEngine:
                 tasks.start_soon(self._write_on)
                 task_status.started()
                 await self._read_on(early)
+                log.error(GONE.message)
                 tasks.cancel_scope.cancel()
         finally:
             self._end(GONE)

@@ -56,6 +56,8 @@ class Server:
         self.port: Final[int] = port_of(self._listener)
         self._stop_after_s: float | None = None
         """What `begin_stop` was called with; None before."""
+        self._stop_asked: anyio.Event | None = None
+        """While there is something to be drained."""
         self._serving: AppServer | Replicas | None = None
 
     @property
@@ -93,24 +95,31 @@ class Server:
     def begin_stop(self, timeout_s: float | None = None) -> None:
         """Stops accepting; what is under way may take so long, or as long as the configuration says.
 
-        Called again, the shorter time holds. `run` has ended two seconds after it at the latest.
+        Called again, the shorter time holds. `run` has ended two seconds after it at the latest. To be
+        called in the loop, though not from a task.
         """
         limit_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
         self._stop_after_s = limit_s if self._stop_after_s is None else min(self._stop_after_s, limit_s)
-        if self._serving is not None:
-            self._serving.begin_drain(limit_s)
+        if self._stop_asked is not None:
+            self._stop_asked.set()
 
     async def _run_until_drained(self, serving: AppServer | Replicas) -> None:
         self._serving = serving
-        if self._stop_after_s is not None:
-            serving.begin_drain(self._stop_after_s)
         async with anyio.create_task_group() as watching:
             watching.start_soon(self._watch_engine)
+            watching.start_soon(self._drain_when_asked, serving)
             async with anyio.create_task_group() as tasks:
                 await tasks.start(serving.run)
                 if self._stop_after_s is None:
                     self.started.set_result(None)
             watching.cancel_scope.cancel()
+
+    async def _drain_when_asked(self, serving: AppServer | Replicas) -> None:
+        while True:
+            self._stop_asked = anyio.Event()
+            if self._stop_after_s is not None:
+                serving.begin_drain(self._stop_after_s)
+            await self._stop_asked.wait()
 
     async def _watch_engine(self) -> None:
         try:

@@ -9,15 +9,17 @@ from megallm.core_async.device.attention import Attention, AttentionBatch, Layer
 
 MIN_QUERIES = 512
 """Queries of chunks from which on flash-attn is ahead; below, its launch costs more than it saves."""
-MIN_KEYS = 2048
-"""Keys of the longest row from which on attention is a share of the step that is worth it."""
+MIN_KEYS = 8192
+"""Keys of the longest row from which on attention is a share of the step that is worth it, and a package
+that takes ten seconds to load."""
 
 
 def takes_flash(batch: AttentionBatch) -> bool:
     """Says which of the two a step runs on: flash-attn for long chunks, our kernels for all others.
 
-    Measured on an H200, with flash-attn 4: prefill at 520 TFLOP/s and our kernels at 155 to 290, while our
-    decode kernel reads the cache 1.1 to 11 times as fast. A captured step counts as long as its rows may be.
+    Measured on an H200, chunks of 512 to 4,096 queries on 2,048 to 32,768 keys: our kernels 335 to 453
+    TFLOP/s, flash-attn 2 234 to 311, flash-attn 4 520; and our decode kernel reads the cache up to twice as
+    fast as flash-attn 2 and 11 times as fast as 4. A captured step counts as long as its rows may be.
     """
     if batch.chunk_lengths is None and batch.num_decode == batch.num_tokens:
         return False

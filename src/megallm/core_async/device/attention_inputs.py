@@ -1,4 +1,7 @@
-"""What comes before attention on CUDA: rotary positions, and the cache write. Import it only where it runs."""
+"""What comes before attention on CUDA: rotary positions, and the cache write.
+
+Knows tensors and a step's batch; knows no attention. Import it only where it runs, as the kernels.
+"""
 
 from torch import Tensor
 

@@ -60,9 +60,7 @@ class TritonAttention:
         )
         tables = batch.block_tables
         if parts is not None:
-            triton_decode.decode_attention(
-                layer, query[:decoded], block_tables=tables, parts=parts, out=out
-            )
+            triton_decode.decode_attention(layer, query[:decoded], block_tables=tables, parts=parts, out=out)
         if tiles is not None:
             triton_prefill.prefill_attention(layer, query, block_tables=tables, tiles=tiles, out=out)
         return out.view(batch.num_tokens, -1)
@@ -75,7 +73,13 @@ class TritonAttention:
         key = (shape.num_kv_heads, shape.window, shape.head_dim)
         if key not in self._parts:
             rows = batch.num_decode
-            tuning = triton_decode.tuning_for(rows, shape.num_kv_heads, shape.head_dim, dtype)
+            tuning = triton_decode.tuning_for(
+                rows,
+                shape.num_kv_heads,
+                shape.head_dim,
+                dtype,
+                is_mixed=batch.chunk_lengths is not None,
+            )
             self._parts[key] = row_parts(
                 batch.kv_lengths[:rows],
                 table_rows[:rows],

@@ -121,7 +121,7 @@ def _flash(model: ModelShape, block_size: int) -> Attention:
 
 
 def _with_flash(triton: Attention, model: ModelShape, block_size: int) -> Attention | None:
-    """Gives flash-attn for long chunks beside our kernels; None where the installed one can't, or gains not."""
+    """Gives flash-attn for long chunks beside our kernels; None where the installed one is no gain."""
     try:
         library = load_flash(model.device)
     except UnsupportedModelError as error:

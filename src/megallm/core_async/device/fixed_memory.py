@@ -74,10 +74,11 @@ class CudaDriver:
     """The driver of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.current_stream(device)  # a context is there from now on
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # a context is there from now on
+            index = torch.cuda.current_device()
         # Any: a library's functions have no types
         self._library: Any = ctypes.CDLL("libcuda.so.1")
-        index = torch.cuda.current_device() if device.index is None else device.index
         self._location = _Location(_ON_DEVICE, index)
         self._properties = _Properties(type=_PINNED, location=self._location)
 
@@ -152,7 +153,7 @@ class FixedMemory:
         }
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Gives the bytes as a tensor, which may be used while memory is behind them; it holds this object."""
+        """Gives the bytes as a tensor, to be used while memory is behind them; it holds this object."""
         return torch.as_tensor(self, device=device)
 
     def take(self) -> None:

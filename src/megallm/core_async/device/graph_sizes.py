@@ -1,7 +1,7 @@
-"""Which sizes of steps are captured as CUDA graphs: few, since each takes time and memory; and close
-together, since a step is padded to the next.
+"""Which sizes of steps are captured as CUDA graphs.
 
-Pure. Knows the engine's limits; knows no graph.
+Few, since each takes time and memory; close together, since a step is padded to the next. Pure: knows the
+engine's limits, and no graph.
 """
 
 from megallm.core_async.config import EngineConfig

@@ -65,7 +65,7 @@ class InvariantOps:
         """Gives each row over its root mean square, times `weight`."""
         return triton_layer.rms_norm(rows, weight, epsilon)
 
-    def add_linear_norm(
+    def add_linear_norm(  # noqa: PLR0917 - a residual, a linear layer, a norm
         self,
         residual: Tensor,
         rows: Tensor,

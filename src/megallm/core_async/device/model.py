@@ -193,10 +193,15 @@ class ModelHook:
 
     def _bind_last_norm(self, ops: LayerOps) -> None:
         """Norms the last layer's output as the layers do theirs."""
-        norm = getattr(self._model.decoder, "final_layernorm", None)
-        if self.is_dense and type(norm) is nn.RMSNorm:
-            last: nn.RMSNorm = norm
-            self._swap(last, "forward", lambda rows: ops.rms_norm(rows, last.weight, last.eps))
+        last: MegatronModule = getattr(self._model.decoder, "final_layernorm", None)
+        if not self.is_dense or type(last) is not nn.RMSNorm or last.eps is None:
+            return
+        epsilon = last.eps
+
+        def forward(rows: Tensor) -> Tensor:
+            return ops.rms_norm(rows, last.weight, epsilon)
+
+        self._swap(last, "forward", forward)
 
     def _dense_after(self, layer: MegatronModule) -> MegatronModule | None:
         """Gives the layer after one, where that is dense too."""

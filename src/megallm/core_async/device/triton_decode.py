@@ -48,15 +48,20 @@ class DecodeTuning(Struct, frozen=True):
     """Registers of a thread, so that more programs fit; None is as many as it likes."""
 
 
-def tuning_for(num_rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTuning:
-    """Gives what was fastest on an H200."""
+def tuning_for(
+    num_rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, is_mixed: bool = False
+) -> DecodeTuning:
+    """Gives what was fastest on an H200. `is_mixed`: rows may have no keys, any number of them."""
     is_wide = head_dim * dtype.itemsize > 256  # noqa: PLR2004 - bytes of a key that fit several times over
     units = num_rows * kv_heads
-    # a row that fills half of the card's places is left whole; of fewer the longest are cut
+    enough = triton.cdiv(2 * CORES, kv_heads)
+    # rows that fill half of the card's places are left whole; of fewer the longest are cut
     if units <= 2 * CORES * 15 // 16:
-        max_cuts = triton.cdiv(2 * CORES, kv_heads) if num_rows > 1 else triton.cdiv(CORES, kv_heads)
+        max_cuts = enough if num_rows > 1 else triton.cdiv(CORES, kv_heads)
     else:
         max_cuts = triton.cdiv(3 * CORES, kv_heads) if 2 * CORES < units <= 3 * CORES else 0
+    if is_mixed:
+        max_cuts = max(max_cuts, enough)
     # two programs a multiprocessor, where three would leave the last ones to run alone
     is_uneven = 3 * CORES < units <= 4 * CORES
     return DecodeTuning(
@@ -230,7 +235,7 @@ def _attend_parts(
             VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION,
         )  # fmt: skip
     is_stored = is_head[:, None] & (value_dims < VALUE_DIM)[None, :]
-    if HAS_SINKS:
+    if HAS_SINKS:  # noqa: SIM102 - the first is decided when the kernel is compiled
         if count == 1:
             sink = tl.load(sinks + kv_head * GROUP + group, mask=is_head, other=0.0).to(tl.float32)
             total += tl.exp2(sink * 1.4426950408889634 - best)
@@ -239,7 +244,7 @@ def _attend_parts(
     if count == 1:
         at = ((row * kv_heads + kv_head) * GROUP + group)[:, None] * VALUE_DIM + value_dims[None, :]
         tl.store(out + at, mixed.to(out.dtype.element_ty), mask=is_stored)
-    if IS_CUT:
+    if IS_CUT:  # noqa: SIM102 - likewise
         if count > 1:
             part_at = (place * kv_heads + kv_head) * GROUP + group
             tl.store(sums + part_at[:, None] * VALUE_DIM + value_dims[None, :], mixed, mask=is_stored)

@@ -119,7 +119,7 @@ def _product(
     is_line, is_output = lines < count, places < outputs
     some_rows = rows + lines.to(tl.int64)[:, None] * row_stride + inputs[None, :]
     some_weights = weight + places.to(tl.int64)[:, None] * weight_stride + inputs[None, :]
-    if IS_SWAPPED:
+    if IS_SWAPPED:  # noqa: SIM108 - the compiler takes one branch alone
         sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     else:
         sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
@@ -131,7 +131,7 @@ def _product(
             is_input = (inputs + first < depth)[None, :]
             line = tl.load(some_rows + first, mask=is_line[:, None] & is_input, other=0.0)
             band = tl.load(some_weights + first, mask=is_output[:, None] & is_input, other=0.0)
-        if IS_SWAPPED:
+        if IS_SWAPPED:  # noqa: SIM108 - the same
             sums = tl.dot(band, tl.trans(line), sums)
         else:
             sums = tl.dot(line, tl.trans(band), sums)

@@ -16,7 +16,7 @@ CHUNK = 4096
 
 
 def normalisers(logits: Tensor) -> Tensor:
-    """Gives `[rows, 2]`, float32: each row's largest logit, and the log of the sum of exp(logit - largest)."""
+    """Gives `[rows, 2]`, float32: each row's largest logit, and the log of the sum of exp(logit - it)."""
     count, vocab = logits.shape
     out = torch.empty((count, 2), dtype=torch.float32, device=logits.device)
     if count:

@@ -126,7 +126,9 @@ def _tile_of_keys(
         following = tl.load(table + tl.minimum(first + TOKENS, end - 1) // BLOCK).to(tl.int64)
         slot = first % BLOCK
         key_at = keys + block * key_block + slot * key_slot + (tokens * key_slot)[:, None] + dims
-        value_at = values + block * value_block + slot * value_slot + (tokens * value_slot)[:, None] + value_dims
+        value_at = (
+            values + block * value_block + slot * value_slot + (tokens * value_slot)[:, None] + value_dims
+        )
     else:
         blocks = tl.load(table + positions // BLOCK, mask=is_key, other=0).to(tl.int64)
         slots = positions % BLOCK
@@ -215,14 +217,14 @@ def _attend_tiles(
     for first in range(begin, unmasked_end, TOKENS):
         best, total, mixed, block = _tile_of_keys(
             queries, first_position + line_query, block, first, end, best, total, mixed, head_keys,
-            head_values, table, scale, key_block, key_slot, value_block, value_slot,
-            DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION, False,
+            head_values, table, scale, key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH,
+            VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION, False,
         )  # fmt: skip
     for first in range(unmasked_end, end, TOKENS):
         best, total, mixed, block = _tile_of_keys(
             queries, first_position + line_query, block, first, end, best, total, mixed, head_keys,
-            head_values, table, scale, key_block, key_slot, value_block, value_slot,
-            DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION, True,
+            head_values, table, scale, key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH,
+            VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION, True,
         )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + kv_head * GROUP + lines % GROUP).to(tl.float32) * 1.4426950408889634

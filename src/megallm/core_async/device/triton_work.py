@@ -162,14 +162,12 @@ def _cut_rows(
     tl.store(at, count, mask=is_row)
     tl.store(at + 1, tl.where(whole > 0, whole_at, rest_at), mask=is_row)
     tl.store(at + 2, tl.where(has_rest, rest_at, whole_at + whole - 1), mask=is_row)
-    for part in range(0, tl.max(whole, 0)):
+    for part in range(tl.max(whole, 0)):
         begin = first + part * size
         _list_parts(
             parts, whole_at + part, part < whole, table_row, rows, begin, begin + size, count, first_seen
         )
-    _list_parts(
-        parts, rest_at, has_rest, table_row, rows, first + whole * size, lengths, count, first_seen
-    )
+    _list_parts(parts, rest_at, has_rest, table_row, rows, first + whole * size, lengths, count, first_seen)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -270,6 +270,7 @@ class PrefixIndex:
         if left:
             run.cut(left, left * self._width)
             return
+        assert not run.num_below, f"{run.num_below} runs follow block {first}, which goes"
         del self._runs[run.key]
         if run.above is not None:
             run.above.num_below -= 1

@@ -49,7 +49,7 @@ def test_generated_log_probs_equal_the_scored_ones_to_the_bit(model: Any, num_gr
     rng = random.Random(0)
     shared = [rng.randrange(SIZE.vocab_size) for _ in range(400)]
     prompts = [[rng.randrange(SIZE.vocab_size) for _ in range(length)] for length in PROMPT_LENGTHS]
-    prompts += [shared[:length] + [length] for length in (50, 200, 333, 400)]
+    prompts += [[*shared[:length], length] for length in (50, 200, 333, 400)]
     config = InferenceConfig(
         block_size_tokens=32,
         # room for half of the requests at a time, so that some are preempted

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.inference.config import KVCacheManagementMode
 
 from benchmarks.shapes import NumberTokenizer
 from megallm import InferenceConfig, MegatronLLM, SamplingParams
-from tests.test_gpu_invariance import SIZE, model
+from tests.device.test_gpu_invariance import SIZE, model
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +30,7 @@ def used_bytes() -> int:
 def test_sleep_gives_the_cache_back_and_answers_go_on(model: Any, mode: str) -> None:
     """A trainer needs the memory between two rollouts; graphs read the cache where it is afterwards."""
     config = InferenceConfig(
-        kv_cache_management_mode=mode,
+        kv_cache_management_mode=KVCacheManagementMode(mode),
         buffer_size_gb=CACHE_GB,
         max_sequence_length=512,
         max_requests=16,
