@@ -170,18 +170,23 @@ def _measured(
         apart.append(plain - ours)
         engine_error.append((ours - reference).abs())
         plain_error.append((plain - reference).abs())
-    differences = torch.cat(apart)
-    same = [
-        _same(model, prompt, result.generated_tokens) for prompt, result in zip(prompts, best, strict=True)
-    ]
+    pairs = zip(prompts, best, strict=True)
+    same = [_same(model, prompt, result.generated_tokens) for prompt, result in pairs]
     return {
-        "tokens": len(differences),
-        "mean_abs": significant(float(differences.abs().mean())),
-        "max_abs": significant(float(differences.abs().max())),
-        "kl": significant(float((differences.exp() - 1 - differences).mean())),
+        **_distances(torch.cat(apart)),
         "fp32_engine": significant(float(torch.cat(engine_error).mean())),
         "fp32_plain": significant(float(torch.cat(plain_error).mean())),
         "same": f"{sum(good for good, _ in same)}/{sum(count for _, count in same)}",
+    }
+
+
+def _distances(apart: "Tensor") -> dict[str, object]:
+    """Gives the statistics of plain log-probs less the engine's, of tokens that the engine drew."""
+    return {
+        "tokens": len(apart),
+        "mean_abs": significant(float(apart.abs().mean())),
+        "max_abs": significant(float(apart.abs().max())),
+        "kl": significant(float((apart.exp() - 1 - apart).mean())),
     }
 
 

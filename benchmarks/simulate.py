@@ -44,6 +44,8 @@ from megallm.core_async.plan.routing import RoutingPolicy, RoutingTable
 
 RESULTS: Final = ROOT / "benchmarks" / "results" / "h200_offline.jsonl"
 PERCENTILES: Final = (50, 90, 99)
+REPORTED_AT_ONCE: Final = 20_000
+"""Requests that come or end between two lines of progress."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +215,7 @@ class Service:
             await tasks.start(self._router.run)
             for replica in self.replicas:
                 await replica.start(tasks)
-            arrival = next(arrivals, None)
+            arrival, reported = next(arrivals, None), 0
             while arrival is not None or self._ends:
                 is_arrival = arrival is not None and (not self._ends or arrival.time_s <= self._ends[0][0])
                 if arrival is not None and is_arrival:
@@ -224,6 +226,10 @@ class Service:
                     self._now_s, index = heapq.heappop(self._ends)
                     loop.now_s = self._now_s
                     await self._turn(index)
+                if self._num_came + self._num_ended >= reported + REPORTED_AT_ONCE:
+                    reported = self._num_came + self._num_ended
+                    done = f"{self._num_came:,} requests came, {self._num_ended:,} have ended"
+                    print(f"simulate: {self._now_s:.1f} s, {done}", file=sys.stderr)
             tasks.cancel_scope.cancel()
         assert self._num_ended == self._num_came, f"{self._num_ended} of {self._num_came} requests have ended"
 

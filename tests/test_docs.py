@@ -1,5 +1,6 @@
 """The pages of docs/ tell the truth: their Python runs, their links lead somewhere, their commands parse."""
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -62,6 +63,6 @@ def test_every_command_that_a_page_names_exists() -> None:
         ):
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
-                named |= {after for word, after in zip(words, words[1:], strict=False) if word == "megallm"}
+                named |= {after for word, after in itertools.pairwise(words) if word == "megallm"}
     assert named
     assert named <= set(COMMANDS)

@@ -1,5 +1,7 @@
 """What both facades have in common: properties by megatron's names, and the rules of the mode."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import distributed
@@ -52,6 +54,27 @@ def test_a_single_process_is_the_primary_rank_in_both_modes() -> None:
     assert distributed.is_initialized()
     assert base().is_primary_rank
     assert base(use_coordinator=False).is_primary_rank
+
+
+@pytest.mark.parametrize("use_coordinator", [True, False])
+def test_a_worker_rank_generates_in_direct_mode_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    use_coordinator: bool,  # noqa: FBT001 - pytest passes it by name
+) -> None:
+    """Asked before anything else, as upstream: not even an empty list is an answer there."""
+    with sync_llm(use_coordinator=use_coordinator) as llm, monkeypatch.context() as patch:
+        patch.setattr(distributed, "get_rank", lambda: 1)
+        assert llm.is_primary_rank is not use_coordinator
+        wrong: list[Any] = [[], "A", ("not", "a", "prompt")]
+        for prompts in wrong:
+            if use_coordinator:
+                with pytest.raises(
+                    RuntimeError, match="primary rank in coordinator mode; this is global rank 1"
+                ):
+                    llm.generate(prompts, greedy(1))
+        if not use_coordinator:
+            assert llm.generate("A", greedy(1))[0].succeeded()
+        patch.undo()
 
 
 def test_the_engine_has_figures_before_it_starts() -> None:

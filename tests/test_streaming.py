@@ -9,7 +9,7 @@ import pytest
 
 from megallm.core_async.errors import EngineDeadError, EngineStoppedError, InvalidRequestError
 from megallm.core_async.intake import Intake
-from megallm.core_async.messages import Delta, StepPlan
+from megallm.core_async.messages import Delta, Finished, RequestId, StepPlan
 from megallm.core_async.streaming import AsyncStream, StreamState, joined
 from megallm.core_async.tokenizers import TokenizerAdapter
 from tests.engines import Rig, running
@@ -264,3 +264,8 @@ def test_joined_deltas_keep_everything_in_order() -> None:
     )
     assert joined(Delta("a", [1]), Delta("b", [2])) == Delta("ab", [1, 2])
     assert joined(Delta("a", [1], [-0.1]), Delta("", [], finish_reason="length")).log_probs == [-0.1]
+    ending = Finished(RequestId(7), "length")
+    scored = Delta("a", [1], top=[[(1, -0.1)]], prompt_log_probs=[-1.0], prompt_top=[[(2, -0.5)]])
+    whole = joined(scored, Delta("b", [2], top=[[(3, -0.2)]], request_id=RequestId(7), ending=ending))
+    assert (whole.top, whole.request_id, whole.ending) == ([[(1, -0.1)], [(3, -0.2)]], 7, ending)
+    assert (whole.prompt_log_probs, whole.prompt_top) == ([-1.0], [[(2, -0.5)]])

@@ -59,7 +59,7 @@ def _serve(options: argparse.Namespace, at: Surroundings) -> int:
     return serve.run(options, load=at.load, open_engine=at.open_serving, stderr=at.stderr)
 
 
-def _info(options: argparse.Namespace, at: Surroundings) -> int:
+def _model_card(options: argparse.Namespace, at: Surroundings) -> int:
     return model_card.run(options, stdout=at.stdout)
 
 
@@ -76,7 +76,7 @@ COMMANDS = {
     "generate": Command("answer prompts, all in one batch", generate.add_arguments, _generate),
     "chat": Command("talk with a model in the terminal", chat.add_arguments, _chat),
     "serve": Command("serve the OpenAI API over HTTP", serve.add_arguments, _serve),
-    "info": Command("show what a checkpoint holds and costs", model_card.add_arguments, _info),
+    "info": Command("show what a checkpoint holds and costs", model_card.add_arguments, _model_card),
     "bench": Command("run the benchmarks of a checkout", bench.add_arguments, _bench),
     "completion": Command("write a script that completes commands", completion.add_arguments, _completion),
 }

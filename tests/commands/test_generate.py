@@ -237,3 +237,31 @@ def test_a_value_out_of_range_is_refused_with_the_range(option: str, value: str,
     """The command line is where the mistake was made, so it is where it is explained."""
     with pytest.raises(argparse.ArgumentError, match=wanted):
         run("hi", f"{option}={value}")
+
+
+def test_json_lines_in_give_json_lines_out_that_can_be_told_apart(tmp_path: Path) -> None:
+    """A batch of ten thousand is written by one program and read by another."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '{"prompt": "one", "id": 1}\n{"prompt": [104, 105], "id": 2}\n'
+        '{"messages": [{"role": "user", "content": "Hi"}], "id": 3}\n',
+        encoding="utf-8",
+    )
+    seen = run("--prompts", str(file), "--jsonl", "--raw", chat_template="{{ messages }}")
+    lines = [json.loads(line) for line in seen.out.splitlines()]
+    assert [line["id"] for line in lines] == [1, 2, 3]
+    assert [line["text"] for line in lines] == ["ONE", "HI", "<USER>HI<ASSISTANT>"]
+    assert lines[1]["prompt"] == [104, 105]
+    assert lines[2]["messages"] == [{"role": "user", "content": "Hi"}]
+
+
+def test_a_conversation_needs_a_template() -> None:
+    """Its turns joined some other way would be another model's format."""
+    line = '{"messages": [{"role": "user", "content": "Hi"}]}'
+    with pytest.raises(ValueError, match="the model has no chat template; give 'prompt' instead"):
+        run("--input-format", "jsonl", stdin=line)
+
+
+def test_a_schema_reaches_the_sampling_parameters() -> None:
+    """An option that goes nowhere is worse than none."""
+    assert run("hi", "--json-schema", '{"type": "object"}').engine.params.json_schema == {"type": "object"}

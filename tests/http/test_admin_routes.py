@@ -58,7 +58,7 @@ async def test_an_abort_ends_the_requests_of_an_id() -> None:
         assert "aborted" in json.loads(last)["error"]["message"]
         assert not two.has_ended.is_set()
         assert (await call(served, "/abort", {"request_id": "one"})).json()["aborted"] == 0
-        assert (await call(served, "/abort", {"abort_all": True})).json()["aborted"] >= 1
+        assert (await call(served, "/abort", {"abort_all": True})).json()["aborted"] == 1
         await two.ended()
         for body in ({}, {"request_id": "a", "abort_all": True}):
             assert (await call(served, "/abort", body)).status_code == 400

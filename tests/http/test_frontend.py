@@ -106,5 +106,7 @@ async def test_sigterm_drains_it_and_ctrl_c_is_left_to_the_engines_process(tmp_p
 def test_what_it_loads_is_neither_torch_nor_megatron(anyio_backend: str) -> None:
     """One import too many, somewhere below, and each front end is seconds and gigabytes."""
     code = "import sys, megallm.http.frontend; print(sorted({'torch', 'megatron', 'transformers'} & {*sys.modules}))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert found.stdout == "[]\n"

@@ -75,3 +75,13 @@ async def test_a_line_is_logged_for_each_request(caplog: pytest.LogCaptureFixtur
     assert lines[0]["finished"] == {"length": 2}
     assert (lines[1]["request_id"], lines[1]["status"]) == ("two", 400)
     assert "client_left" not in lines[0]
+
+
+async def test_a_verbose_server_logs_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever looks for what a client sends finds it there; texts are never logged."""
+    async with serving(settings=AppSettings(verbose=True), checks_idle=False) as served:
+        with caplog.at_level(logging.INFO, logger="megallm.http.access_log"):
+            await served.post(C, {**BODY, "prompt": "secret", "logit_bias": {"5": 1}})
+    (line,) = [json.loads(record.getMessage()) for record in caplog.records if "access" in record.name]
+    assert (line["params"]["temperature"], line["params"]["logit_bias"]) == (0.0, {"5": 1.0})
+    assert "secret" not in json.dumps(line)

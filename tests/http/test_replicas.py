@@ -32,7 +32,9 @@ async def test_a_front_end_that_is_killed_is_replaced_and_its_requests_are_abort
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_front_ends_that_end_as_soon_as_they_start_are_given_up(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_front_ends_that_end_as_soon_as_they_start_are_given_up(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """A broken installation must be an error at the call, and no loop of processes that start and die."""
     engine = Engine(LONG, fake_runner(LONG), FakeTokenizer())
     listener = socket.create_server(("127.0.0.1", 0))

@@ -54,20 +54,9 @@ def expect_refused(port: int) -> None:
         socket.create_connection(("127.0.0.1", port), ANSWER_S)
 
 
-def wait_until(port: int, *, is_open: bool) -> None:
-    """Returns once somebody listens, or nobody any more."""
-    for _ in range(100_000):
-        try:
-            socket.create_connection(("127.0.0.1", port), ANSWER_S).close()
-        except ConnectionRefusedError:
-            if not is_open:
-                return
-        except ConnectionResetError:  # it was in the queue of the listener that closed
-            continue
-        else:
-            if is_open:
-                return
-    pytest.fail(f"that port {port} is open is still {not is_open}")
+def request(method: str, path: str, body: bytes = b"") -> bytes:
+    """Gives the bytes of a request."""
+    return f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
 @contextmanager
@@ -141,28 +130,29 @@ def test_a_signal_ends_a_server_that_blocks_and_the_engine_runs_on(number: signa
 
 def test_a_second_signal_cuts_what_the_first_one_waits_for() -> None:
     """Whoever presses Ctrl-C twice means it."""
-    with bound() as sock:
-        port = port_of(sock)
-    with HeldLLM() as engine:
-        runner = engine.runner
+    with HeldLLM() as engine, bound() as sock:
+        runner, address = engine.runner, ("127.0.0.1", port_of(sock))
         runner.hold("step 20")
+        sock.listen()
 
         def interrupt_twice() -> None:
-            wait_until(port, is_open=True)
-            body = b'{"prompt": [1], "max_tokens": 900, "ignore_eos": true}'
-            with socket.create_connection(("127.0.0.1", port), ANSWER_S) as client:
-                head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-                client.sendall(head.encode() + body)
+            with (
+                socket.create_connection(address, ANSWER_S) as idle,
+                socket.create_connection(address, ANSWER_S) as busy,
+            ):
+                idle.sendall(request("GET", "/health"))
+                assert idle.recv(2**16)
+                busy.sendall(request("POST", "/v1/completions", b'{"prompt": [1], "max_tokens": 900}'))
                 assert runner.is_held.wait(ANSWER_S)
                 os.kill(os.getpid(), signal.SIGTERM)
-                wait_until(port, is_open=False)  # two signals at once would be one
+                assert not idle.recv(2**16)  # the drain has begun; two signals at once would be one
                 os.kill(os.getpid(), signal.SIGTERM)
-                answer = client.recv(2**16)
+                answer = busy.recv(2**16)
                 runner.go()
             assert answer.startswith(b"HTTP/1.1 503 "), answer
 
         with beside(interrupt_twice):
-            engine.serve(HERE(port=port, drain_timeout_s=1000.0))
+            engine.serve(HERE(sock=sock, drain_timeout_s=1000.0))
 
 
 def test_the_engines_failure_is_raised_by_a_server_that_blocks() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
 from megallm.models.gguf_file import GgufFile
@@ -136,3 +137,53 @@ def test_a_format_that_cant_be_dequantised_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(UnsupportedModelError, match=r"tensor ids is stored as I32"):
         GgufFile(tmp_path / "int.gguf").read("ids")
+
+
+def test_k_quants_are_read_by_the_formulas_of_their_blocks(tmp_path: Path) -> None:
+    """Most files that people fetch are of these; no library at hand writes them, so the blocks are random."""
+    rng = np.random.default_rng(5)
+    blocks = {
+        "Q4_K": rng.integers(0, 256, (3, 144), np.uint8),
+        "Q6_K": rng.integers(0, 256, (3, 210), np.uint8),
+    }
+    blocks["Q4_K"][:, :4] = np.array([0.5, 0.25], np.float16).view(np.uint8)
+    blocks["Q6_K"][:, -2:] = np.array([0.5], np.float16).view(np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "k.gguf", "llama")
+    for name, stored in blocks.items():
+        writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "k.gguf")
+    for name, formula in (("Q4_K", q4_k), ("Q6_K", q6_k)):
+        assert file.tensors[name].shape == (3, 256)
+        wanted = np.stack([formula(block.astype(np.int64)) for block in blocks[name]])
+        np.testing.assert_allclose(file.read(name), wanted, rtol=1e-6)
+
+
+def q4_k(block: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Gives the 256 weights of a block: eight groups of 32, each with a scale and a minimum of six bits."""
+    packed, nibbles = block[4:16], block[16:].reshape(4, 32)
+    values: list[NDArray[np.float64]] = []
+    for group in range(8):
+        if group < 4:
+            scale, minimum = packed[group] & 63, packed[group + 4] & 63
+        else:
+            scale = packed[group + 4] & 15 | packed[group - 4] >> 6 << 4
+            minimum = packed[group + 4] >> 4 | packed[group] >> 6 << 4
+        four_bits = nibbles[group // 2] >> 4 * (group % 2) & 15
+        values.append(0.5 * scale * four_bits - 0.25 * minimum)
+    return np.concatenate(values)
+
+
+def q6_k(block: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Gives the 256 weights of a block: four low bits and two high ones each, a signed scale for 16."""
+    low, high = block[:128].reshape(2, 2, 32), block[128:192].reshape(2, 32)
+    scales = block[192:208].astype(np.int8).reshape(2, 4, 2).repeat(16, axis=2)
+    values: list[NDArray[np.float64]] = []
+    for half in range(2):
+        for quarter in range(4):
+            bits = low[half, quarter % 2] >> 4 * (quarter // 2) & 15 | (high[half] >> 2 * quarter & 3) << 4
+            values.append(0.5 * scales[half, quarter] * (bits - 32))
+    return np.concatenate(values)

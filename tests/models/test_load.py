@@ -113,6 +113,8 @@ def test_a_tokenizer_from_elsewhere_takes_the_checkpoint_s_place(tmp_path: Path)
         assert load_model(folder, device="cpu", tokenizer=source)[1].vocab_size == VOCAB
     write_tiny(tmp_path / "tiny.gguf")
     assert load_model(folder, device="cpu", tokenizer=tmp_path / "tiny.gguf")[1].vocab_size == 264
+    own = object()
+    assert load_model(folder, device="cpu", tokenizer=own)[1] is own
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:

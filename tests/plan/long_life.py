@@ -17,6 +17,9 @@ from tests.plan.watched_pool import WatchedPool
 type Draw = tuple[int, int, int, int, int]
 """What a prompt is made of: see `AnyLife.asked`."""
 
+MOST_LIVE = 40
+"""Requests at a time in a long life: more would only stand in the line."""
+
 draws = st.tuples(*[st.integers(0, 60)] * 4, st.integers(0, 255))
 
 
@@ -123,6 +126,8 @@ def lived(seed: int, num_steps: int) -> AnyLife:
     )
     while life.rounds.num_turns < num_steps:
         match random.choices(["come", "run", "leave", "suspend", "change"], [8, 20, 2, 1, 1])[0]:
+            case "come" if len(life.rounds.live) >= MOST_LIVE:
+                life.steps_run(8)
             case "come":
                 life.requests_come([drawn_by(random) for _ in range(random.randint(1, 3))])
             case "run":

@@ -116,3 +116,26 @@ def test_a_table_of_likeliest_tokens_is_cut_into_its_places() -> None:
     """It travels as columns."""
     top = TopLogProbs(2, pack_ints([1, 2, 3, 4]), Floats(pack_floats([-1.0, -2.0, -3.0, -4.0])))
     assert places_of(top) == [[(1, -1.0), (2, -2.0)], [(3, -3.0), (4, -4.0)]]
+
+
+def test_deltas_say_whose_they_are_and_the_last_all_that_was_recorded() -> None:
+    """Several requests share an outbox, and a server tells more than why one ended."""
+    spec = TextSpec(ID, is_streamed=True, wants_log_probs=True, num_top=1)
+    output = grown(spec, [1])
+    output.add_log_prob(-0.5, [(2, -0.25), (3, -2.0)])
+    output.add_scores(ScoredChunk(ID, pack_floats([-1.0]), None))
+    first = output.delta("a")
+    assert first is not None
+    assert (first.request_id, first.top, first.ending) == (ID, [[(2, -0.25)]], None)
+    assert (first.prompt_log_probs, first.prompt_top) == ([-1.0], [[]])
+    last = output.last_delta("", ended("length"))
+    assert (last.prompt_log_probs, last.ending) == (None, ended("length"))
+
+
+def test_a_stop_words_ending_has_what_the_scheduler_knew_at_the_start() -> None:
+    """It ends the request before the scheduler hears of it, and its result is to say the same."""
+    events = (("add_context", 1.0),)
+    spec = TextSpec(ID, num_cached_tokens=4, events=events, policy_epoch=((0, 3),), kv_cache_epoch=((0, 2),))
+    assert Output(spec, letters).stopped("cd") == Finished(
+        ID, "stop", "cd", 4, events=events, policy_epoch=((0, 3),), kv_cache_epoch=((0, 2),)
+    )

@@ -221,6 +221,17 @@ def test_its_end_carries_what_a_result_needs() -> None:
     assert request.finished("stop", 7) == Finished(RequestId(5), "stop", 7, num_preemptions=2)
 
 
+def test_its_start_carries_what_an_early_end_needs() -> None:
+    """A stop word ends it where only the detokeniser knows."""
+    request = Request(new_request([1, 2, 3, 4, 5]), shares_prefix=True, epoch=3)
+    request.take_row(Row(1), 1, 3)
+    request.reuse(4, 4)
+    request.events.append(("add_context", 1.0))
+    text = request.started_text()
+    assert (text.request_id, text.num_cached_tokens, text.events) == (5, 4, (("add_context", 1.0),))
+    assert (text.policy_epoch, text.kv_cache_epoch) == (((0, 3),), ((0, 3),))
+
+
 def test_epochs_note_from_which_token_on_they_hold() -> None:
     """One that began under old weights carries both; its keys and values are new ones when it starts anew."""
     request = Request(new_request([1, 2, 3]), epoch=4)

@@ -7,21 +7,22 @@ from msgspec import Struct
 from quart import Response, request
 
 from megallm.http.errors import RequestError
-from megallm.http.replies import json_reply, read_request
+from megallm.http.replies import exchange_of_request, json_reply, read_request
 from megallm.http.service import Service
 
 
 class PauseRequest(Struct, kw_only=True):
     """How to come to rest."""
 
-    mode: Literal["keep", "wait", "abort"] = "keep"
+    mode: Literal["keep", "wait", "abort"] | None = None
+    """None: keep."""
 
 
 class AbortRequest(Struct, kw_only=True):
     """Which requests to end: those of an X-Request-Id, or all."""
 
     request_id: str | None = None
-    abort_all: bool = False
+    abort_all: bool | None = None
 
 
 def require_admin(service: Service) -> None:
@@ -37,7 +38,7 @@ async def pause(service: Service) -> Response:
     """
     require_admin(service)
     wanted = await read_request(service, PauseRequest) if await request.get_data() else PauseRequest()
-    await service.port.pause(wanted.mode)
+    await service.port.pause(wanted.mode or "keep")
     return _phase(service)
 
 
@@ -69,9 +70,10 @@ async def abort(service: Service) -> Response:
     """
     require_admin(service)
     wanted = await read_request(service, AbortRequest)
-    if (wanted.request_id is None) != wanted.abort_all:
+    if (wanted.request_id is None) != bool(wanted.abort_all):
         raise RequestError("give one of request_id and abort_all", param="request_id")
-    return json_reply({"status": "ok", "aborted": service.traffic.abort(wanted.request_id)})
+    num_aborted = service.traffic.abort(wanted.request_id, besides=exchange_of_request())
+    return json_reply({"status": "ok", "aborted": num_aborted})
 
 
 async def profile(service: Service, action: Literal["start", "stop"]) -> Response:

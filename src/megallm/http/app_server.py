@@ -21,6 +21,8 @@ ABORT_S: Final = 0.5
 """For the application to leave the connections that were aborted after that."""
 KEEP_ALIVE_S: Final = 75.0
 """Longer than the pools of clients keep a connection, so that they are the ones to close it."""
+MAX_LATE: Final = 256
+"""Connections accepted when a drain begins; in the meantime others come, so there may be no last one."""
 FULL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """What accept() says when the process, or the machine, has no room for a connection."""
 
@@ -124,8 +126,9 @@ class AppServer:
             while True:
                 await anyio.wait_readable(self._listener)
                 await self._accept(tasks)
-        while await self._accept(tasks):  # whoever had connected by then is told, not cut off
-            pass
+        for _ in range(MAX_LATE):  # whoever had connected by then is told, not cut off
+            if not await self._accept(tasks):
+                break
         anyio.notify_closing(self._listener)
         self._listener.close()
         self._has_accepted_all.set()

@@ -111,6 +111,8 @@ class Connection:
         self._reading = anyio.CancelScope(deadline=self._opened_s + limit_s)
         """Its deadline ends an idle connection."""
         self._feeding = anyio.CancelScope()
+        self._has_fed = anyio.Event()
+        """Set once nothing more is handed to the protocol."""
         self._pending: deque[bytes] = deque()
         self._num_pending = 0
         self._fed = anyio.Event()
@@ -139,6 +141,7 @@ class Connection:
                 tasks.start_soon(self._feed)
                 await self._read_on()
                 self._feeding.cancel()
+                await self._has_fed.wait()  # else a request may begin that is never told: test_disconnects.py
                 await self._protocol.handle(Closed())
         except* Exception:
             log.exception("a connection failed")
@@ -176,15 +179,18 @@ class Connection:
 
     async def _feed(self) -> None:
         """Hands what was read to the protocol, which waits where the application is slower."""
-        with self._feeding:
-            while True:
-                while not self._pending:
-                    self._read = anyio.Event()
-                    await self._read.wait()
-                chunk = self._pending.popleft()
-                self._num_pending -= len(chunk)
-                self._fed.set()
-                await self._protocol.handle(RawData(chunk))
+        try:
+            with self._feeding:
+                while True:
+                    while not self._pending:
+                        self._read = anyio.Event()
+                        await self._read.wait()
+                    chunk = self._pending.popleft()
+                    self._num_pending -= len(chunk)
+                    self._fed.set()
+                    await self._protocol.handle(RawData(chunk))
+        finally:
+            self._has_fed.set()
 
     # ---- out -----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import functools
 from collections import Counter
 
 import anyio
+import msgspec
 from anyio import to_thread
 from msgspec import Struct, structs
 
@@ -82,6 +83,8 @@ async def prepare(
     Raises: RequestError naming the field.
     """
     _check_context(service, prompts, asked, subject)
+    if service.settings.verbose:
+        exchange.noted["params"] = msgspec.to_builtins(params, str_keys=True)
     make_call = functools.partial(
         service.intake.prepare,
         [prompt for prompt in prompts for _ in range(n)],

@@ -59,7 +59,7 @@ class Tool(Struct, kw_only=True):
     """A tool that the model may use."""
 
     function: FunctionDefinition
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
 
 
 class NamedFunction(Struct, kw_only=True):
@@ -72,7 +72,7 @@ class NamedTool(Struct, kw_only=True):
     """The tool that the model has to use."""
 
     function: NamedFunction
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
 
 
 class ChatRequest(GenerationFields, kw_only=True):

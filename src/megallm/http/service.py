@@ -98,7 +98,7 @@ class AppSettings(Struct, frozen=True, kw_only=True):
     api_key: str | None = None
     parsers: tuple[str, ...] = ()
     verbose: bool = False
-    """Log each request's body size and sampling too."""
+    """Log the parameters of each request too."""
     cors_origins: tuple[str, ...] = ()
     """Origins that browsers may call from; "*" is any."""
     default_temperature: float = 1.0

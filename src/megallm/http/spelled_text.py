@@ -3,6 +3,8 @@
 The engine's text leaves them out; here it is made anew from the tokens that the engine gives.
 """
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,14 +24,9 @@ def spelling_detokenizer(tokenizer: TokenizerAdapter) -> Detokenize:
         getattr(wrapped, "detokenize", None)
     )
     decode = wrapped.detokenize if is_megatrons else wrapped.decode
-
-    def detokenize(ids: list[int]) -> str:
-        try:
-            return decode(ids, skip_special_tokens=False)
-        except TypeError:  # one that has no such choice
-            return tokenizer.detokenize(ids)
-
-    return detokenize
+    if "skip_special_tokens" not in inspect.signature(decode).parameters:
+        return tokenizer.detokenize
+    return functools.partial(decode, skip_special_tokens=False)
 
 
 class SpelledText:

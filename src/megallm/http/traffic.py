@@ -112,13 +112,16 @@ class Traffic:
             if not self._open:
                 self._is_idle.set()
 
-    def find(self, request_id: str) -> list[Exchange]:
-        """Gives the open exchanges of that id; clients choose ids, so there may be several."""
-        return [exchange for exchange in self._open if exchange.request_id == request_id]
+    def abort(self, request_id: str | None, *, besides: Exchange | None = None) -> int:
+        """Ends the requests of an id, or all, but one that is to go on; gives how many.
 
-    def abort(self, request_id: str | None) -> int:
-        """Ends the requests of an id, or all; gives how many."""
-        found = list(self._open) if request_id is None else self.find(request_id)
+        Clients choose ids, so several requests may have one.
+        """
+        found = [
+            exchange
+            for exchange in self._open
+            if exchange is not besides and request_id in (None, exchange.request_id)
+        ]
         for exchange in found:
             exchange.cut(lambda: AbortedError("the request was aborted by an administrator"))
         return len(found)

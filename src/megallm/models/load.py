@@ -34,19 +34,19 @@ def load_model(
     device: "torch.device | str | None" = None,
     tp: int = 1,
     pp: int = 1,
-    tokenizer: str | Path | None = None,
+    tokenizer: object = None,
     model_class: "ModelClass" = "gpt",
     cache_dir: Path | None = None,
-) -> tuple[Any, ModelTokenizer]:  # Any: GPTModel or HybridModel, which are untyped
+) -> tuple[Any, Any]:  # Any: megatron's models are untyped, and the tokenizer may be the caller's
     """Loads a model, ready to be given to `MegatronLLM`, and its tokenizer.
 
     `source` is a known name ("smollm2-135m", downloaded into `cache_dir` on first use), a Hugging Face
     folder with safetensors, a GGUF file, or a folder of megatron's distributed checkpoints
     (`torch_dist`). `dtype`, torch's or its name, is float32 on a CPU, bfloat16 on a GPU; `device` is the
-    GPU where there is one, else the CPU. `tokenizer` is the folder or file to take the tokenizer from,
-    where it is not the checkpoint itself. `model_class` is "gpt" or "hybrid". The model is in eval mode
-    with frozen parameters. Where nothing set up torch.distributed and megatron's parallel state, they
-    are set up for this process alone.
+    GPU where there is one, else the CPU. `tokenizer` is the folder or file to take the tokenizer from
+    where it is not the checkpoint itself, or a tokenizer, which is given back as it is. `model_class` is
+    "gpt" or "hybrid". The model is in eval mode with frozen parameters. Where nothing set up
+    torch.distributed and megatron's parallel state, they are set up for this process alone.
 
     Raises: ModelFileError when the file can't be had or read, UnsupportedModelError when it holds
     something that can't be built, NotImplementedError for `tp` or `pp` other than 1.
@@ -56,7 +56,9 @@ def load_model(
         raise ValueError(f"model_class is {model_class!r}; it must be one of {', '.join(MODEL_CLASSES)}")
     # first, since what it refuses needs no imports of seconds
     checkpoint = open_checkpoint(find_file(source, cache_dir))
-    chosen = checkpoint.tokenizer() if tokenizer is None else open_tokenizer(tokenizer, cache_dir)
+    chosen = checkpoint.tokenizer() if tokenizer is None else tokenizer
+    if isinstance(tokenizer, str | Path):
+        chosen = open_tokenizer(tokenizer, cache_dir)
     _refuse_strange_tokenizer(checkpoint, chosen)
 
     import torch
@@ -134,9 +136,9 @@ def _refuse_split(tp: int, pp: int) -> None:
             )
 
 
-def _refuse_strange_tokenizer(checkpoint: Checkpoint | TorchDistFolder, tokenizer: ModelTokenizer) -> None:
+def _refuse_strange_tokenizer(checkpoint: Checkpoint | TorchDistFolder, tokenizer: object) -> None:
     rows = checkpoint.hyperparameters.vocab_size
-    if tokenizer.vocab_size > rows:
+    if isinstance(tokenizer, ModelTokenizer) and tokenizer.vocab_size > rows:
         raise ModelFileError(
             f"{tokenizer.path} has {tokenizer.vocab_size:,} tokens, the vocabulary of {checkpoint.path} has "
             f"{rows:,}; tokenizer and model don't belong together"

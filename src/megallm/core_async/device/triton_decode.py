@@ -131,19 +131,25 @@ def decode_attention(
         **chained(query),
     )
     if parts.is_cut:
-        _join_parts[(shape.num_heads, num_rows)](
-            sums,
-            sizes,
-            parts.rows,
-            out if layer.sinks is None else layer.sinks,
-            out,
-            VALUE_DIM=value_dim,
-            VALUE_WIDTH=triton.next_power_of_2(value_dim),
-            HAS_SINKS=layer.sinks is not None,
-            JOINED=JOINED,
-            num_warps=2,
-            **chained(query),
-        )
+        _join(layer, parts, sums, sizes, out)
+
+
+def _join(layer: PagedLayer, parts: RowParts, sums: Tensor, sizes: Tensor, out: Tensor) -> None:
+    """Makes one of the parts of each row that has several."""
+    value_dim = layer.shape.value_head_dim
+    _join_parts[(layer.shape.num_heads, len(parts.rows))](
+        sums,
+        sizes,
+        parts.rows,
+        out if layer.sinks is None else layer.sinks,
+        out,
+        VALUE_DIM=value_dim,
+        VALUE_WIDTH=triton.next_power_of_2(value_dim),
+        HAS_SINKS=layer.sinks is not None,
+        JOINED=JOINED,
+        num_warps=2,
+        **chained(sums),
+    )
 
 
 @triton.jit

@@ -14,12 +14,12 @@ Kernels in Triton. Knows tensors and tables; knows no step. Import it only where
 # pyright: reportPossiblyUnboundVariable=false
 # (what a kernel's parameters are is Triton's own matter)
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megallm.core_async.device.attention import PagedLayer
+from megallm.core_async.device.triton_invariant_join import join_parts, joined
 
 LOG2_E = 1.4426950408889634
 LINES, FEW_LINES = 64, 16
@@ -30,8 +30,6 @@ PART = 256
 """Keys of a part."""
 PROGRAMS = 132 * 2
 """Programs that fill the card."""
-JOINED = 8
-"""Parts that are loaded at a time for joining."""
 _WIDE = 256
 """Bytes of a head from which on a program needs more threads and less memory a key."""
 
@@ -60,30 +58,24 @@ def invariant_attention(
     blocks `block_tables[table_rows[r]]`. A row of length 0 is left out. Without chunks every row has one
     query; among how many programs its parts are shared out changes no bit.
     """
-    shape, keys = layer.shape, layer.cache.keys
-    tokens, kv_heads, group, head_dim = query.shape
+    shape, keys, values = layer.shape, layer.cache.keys, layer.cache.values
+    tokens, kv_heads, group, _ = query.shape
     lines = max(LINES if has_chunks else FEW_LINES, triton.next_power_of_2(group))
     num_rows = len(kv_lengths)
     if num_shares is None:
         num_shares = 1 if has_chunks else num_shares_for(num_rows, kv_heads)
-    is_wide = max(head_dim, shape.value_head_dim) * keys.dtype.itemsize > _WIDE
-    parts = parts_best = out
-    max_parts = 1
+    parts, parts_best, max_parts = out, out, 1
     if num_shares > 1:
         assert not has_chunks, f"{num_shares} programs a row, and rows may have several queries"
         max_parts = triton.cdiv(block_tables.shape[1] * keys.shape[1], PART)
-        num_shares = min(num_shares, max_parts)
-        parts = torch.empty(
-            (num_rows * shape.num_heads * max_parts, shape.value_head_dim),
-            dtype=torch.float32,
-            device=out.device,
-        )
-        parts_best = torch.empty((len(parts), 2), dtype=torch.float32, device=out.device)
+        num_parts = num_rows * shape.num_heads * max_parts
+        parts = query.new_empty((num_parts, shape.value_head_dim), dtype=torch.float32)
+        parts_best = query.new_empty((num_parts, 2), dtype=torch.float32)
     tiles = tokens // (lines // group) + num_rows if has_chunks else num_rows
-    _attend[(tiles, kv_heads, num_shares)](
+    _attend[(tiles, kv_heads, min(num_shares, max_parts))](
         query,
         keys,
-        layer.cache.values,
+        values,
         block_tables,
         table_rows,
         query_starts,
@@ -97,44 +89,38 @@ def invariant_attention(
         max_parts,
         *query.stride()[:3],
         *keys.stride()[:3],
-        *layer.cache.values.stride()[:3],
+        *values.stride()[:3],
         block_tables.stride(0),
         GROUP=group,
         LINES=lines,
-        DIM=head_dim,
-        DIM_WIDTH=triton.next_power_of_2(max(16, head_dim)),
-        VALUE_DIM=shape.value_head_dim,
-        VALUE_WIDTH=triton.next_power_of_2(max(16, shape.value_head_dim)),
-        BLOCK=keys.shape[1],
         TOKENS=TOKENS,
-        PART=PART,
-        WINDOW=-1 if shape.window is None else shape.window,
-        SOFTCAP=0.0 if shape.softcap is None else shape.softcap,
-        HAS_SINKS=layer.sinks is not None,
         HAS_CHUNKS=has_chunks,
         IS_SHARED=num_shares > 1,
-        num_warps=8 if is_wide else 4,
-        num_stages=2 if is_wide else 3,
-        # a product and a sum that were rounded once here and twice there would not be equal
-        enable_fp_fusion=False,
+        **_constants(layer),
     )
     if num_shares > 1:
-        _join[(shape.num_heads, num_rows)](
-            parts,
-            parts_best,
-            kv_lengths,
-            out if layer.sinks is None else layer.sinks,
-            out,
-            max_parts,
-            VALUE_DIM=shape.value_head_dim,
-            VALUE_WIDTH=triton.next_power_of_2(shape.value_head_dim),
-            PART=PART,
-            WINDOW=-1 if shape.window is None else shape.window,
-            HAS_SINKS=layer.sinks is not None,
-            JOINED=JOINED,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        join_parts(layer, parts, parts_best, kv_lengths, part=PART, out=out)
+
+
+def _constants(layer: PagedLayer) -> dict[str, int | float | bool]:
+    """Gives what the kernel is compiled for, and how, by the layer alone."""
+    shape, keys = layer.shape, layer.cache.keys
+    is_wide = max(shape.head_dim, shape.value_head_dim) * keys.dtype.itemsize > _WIDE
+    return {
+        "DIM": shape.head_dim,
+        "DIM_WIDTH": triton.next_power_of_2(max(16, shape.head_dim)),
+        "VALUE_DIM": shape.value_head_dim,
+        "VALUE_WIDTH": triton.next_power_of_2(max(16, shape.value_head_dim)),
+        "BLOCK": keys.shape[1],
+        "PART": PART,
+        "WINDOW": -1 if shape.window is None else shape.window,
+        "SOFTCAP": 0.0 if shape.softcap is None else shape.softcap,
+        "HAS_SINKS": layer.sinks is not None,
+        "num_warps": 8 if is_wide else 4,
+        "num_stages": 2 if is_wide else 3,
+        # a product and a sum that were rounded once here and twice there would not be equal
+        "enable_fp_fusion": False,
+    }
 
 
 @triton.jit
@@ -185,16 +171,58 @@ def _tile_of_keys(
 
 
 @triton.jit
-def _joined(best, total, part_best, part_total):
-    """Gives the best and the total of two parts, and by what the sums of each are to be multiplied."""
-    new_best = tl.maximum(best, part_best)
-    shrink, part_shrink = tl.exp2(best - new_best), tl.exp2(part_best - new_best)
-    return new_best, total * shrink + part_total * part_shrink, shrink, part_shrink
+def _part(
+    queries, query_positions, first_key, last_key, end, keys, values, table, scale, key_block, key_slot,
+    value_block, value_slot, LINES: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Goes over one part, keys [first_key, last_key)."""
+    best = tl.full((LINES,), -1.0e30, tl.float32)
+    total = tl.zeros((LINES,), tl.float32)
+    mixed = tl.zeros((VALUE_WIDTH, LINES), tl.float32)
+    for first in range(first_key, last_key, TOKENS):
+        best, total, mixed = _tile_of_keys(
+            queries, query_positions, first, end, best, total, mixed, keys, values, table, scale, key_block,
+            key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, WINDOW,
+            SOFTCAP,
+        )  # fmt: skip
+    return best, total, mixed
 
 
 @triton.jit
-def _row_of(tile, query_starts, num_rows, per_tile: tl.constexpr):
-    """Finds a tile's row: row r's tiles begin at tile `queries before it // queries of a tile + r`."""
+def _all_parts(
+    queries, query_positions, begin, end, keys, values, table, scale, key_block, key_slot, value_block,
+    value_slot, LINES: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Goes over all parts in one loop, so that loads run on across them, and joins them in order."""
+    best = tl.full((LINES,), -1.0e30, tl.float32)
+    total = tl.zeros((LINES,), tl.float32)
+    mixed = tl.zeros((VALUE_WIDTH, LINES), tl.float32)
+    whole_best, whole_total, whole = best, total, mixed
+    for first in range(begin, end, TOKENS):
+        if first % PART == 0:
+            whole_best, whole_total, shrink, part_shrink = joined(whole_best, whole_total, best, total)
+            whole = whole * shrink[None, :] + mixed * part_shrink[None, :]
+            best = tl.full((LINES,), -1.0e30, tl.float32)
+            total = tl.zeros((LINES,), tl.float32)
+            mixed = tl.zeros((VALUE_WIDTH, LINES), tl.float32)
+        best, total, mixed = _tile_of_keys(
+            queries, query_positions, first, end, best, total, mixed, keys, values, table, scale, key_block,
+            key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, WINDOW,
+            SOFTCAP,
+        )  # fmt: skip
+    whole_best, whole_total, shrink, part_shrink = joined(whole_best, whole_total, best, total)
+    return whole_best, whole_total, whole * shrink[None, :] + mixed * part_shrink[None, :]
+
+
+@triton.jit
+def _row_of(query_starts, num_rows, per_tile: tl.constexpr):
+    """Finds a program's row: row r's tiles begin at tile `queries before it // queries of a tile + r`."""
+    # the last rows' tiles start first: they are the long ones
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     origin = tl.load(query_starts)
     row = -1
     for first in range(0, num_rows, 128):
@@ -218,15 +246,13 @@ def _attend(
     per_tile: tl.constexpr = LINES // GROUP
     row, tile_of_row = tl.program_id(0), 0
     if HAS_CHUNKS:
-        # the last rows' tiles start first: they are the long ones
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)
-        row, tile_of_row = _row_of(tile, query_starts, num_rows, per_tile)
+        row, tile_of_row = _row_of(query_starts, num_rows, per_tile)
     query_start = tl.load(query_starts + row)
     num_queries = tl.load(query_starts + row + 1) - query_start
     length = tl.load(kv_lengths + row)
     if (tile_of_row * per_tile >= num_queries) | (length == 0):
         return
-    lines, dims, value_dims = tl.arange(0, LINES), tl.arange(0, DIM_WIDTH), tl.arange(0, VALUE_WIDTH)
+    lines, dims = tl.arange(0, LINES), tl.arange(0, DIM_WIDTH)
     line_query = tile_of_row * per_tile + lines // GROUP
     is_line = (lines < per_tile * GROUP) & (line_query < num_queries)
     tokens = (query_start + line_query).to(tl.int64)
@@ -242,85 +268,33 @@ def _attend(
     begin = 0
     if WINDOW >= 0:
         begin = tl.maximum(first_position - WINDOW, 0) // TOKENS * TOKENS
-    best = tl.full((LINES,), -1.0e30, tl.float32)
-    total = tl.zeros((LINES,), tl.float32)
-    mixed = tl.zeros((VALUE_WIDTH, LINES), tl.float32)
     heads = (tokens * tl.num_programs(1) + kv_head) * GROUP + lines % GROUP
+    value_dims = tl.arange(0, VALUE_WIDTH)
     is_stored = is_line[None, :] & (value_dims < VALUE_DIM)[:, None]
     if IS_SHARED:
         first_part = begin // PART
         for part in range(first_part + tl.program_id(2), tl.cdiv(end, PART), tl.num_programs(2)):
-            best = tl.full((LINES,), -1.0e30, tl.float32)
-            total = tl.zeros((LINES,), tl.float32)
-            mixed = tl.zeros((VALUE_WIDTH, LINES), tl.float32)
-            for first in range(tl.maximum(part * PART, begin), tl.minimum(part * PART + PART, end), TOKENS):
-                best, total, mixed = _tile_of_keys(
-                    queries, query_positions, first, end, best, total, mixed, head_keys, head_values, table,
-                    scale, key_block, key_slot, value_block, value_slot,
-                    DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, WINDOW, SOFTCAP,
-                )  # fmt: skip
+            best, total, mixed = _part(
+                queries, query_positions, tl.maximum(part * PART, begin),
+                tl.minimum(part * PART + PART, end), end, head_keys, head_values, table,
+                scale, key_block, key_slot, value_block, value_slot,
+                LINES, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, WINDOW, SOFTCAP,
+            )  # fmt: skip
             at = heads * max_parts + part - first_part
             tl.store(parts + at[None, :] * VALUE_DIM + value_dims[:, None], mixed, mask=is_stored)
             tl.store(parts_best + at * 2, best, mask=is_line)
             tl.store(parts_best + at * 2 + 1, total, mask=is_line)
     else:
-        whole_best, whole_total, whole = best, total, mixed
-        for first in range(begin, end, TOKENS):
-            if first % PART == 0:
-                whole_best, whole_total, shrink, part_shrink = _joined(whole_best, whole_total, best, total)
-                whole = whole * shrink[None, :] + mixed * part_shrink[None, :]
-                best = tl.full((LINES,), -1.0e30, tl.float32)
-                total = tl.zeros((LINES,), tl.float32)
-                mixed = tl.zeros((VALUE_WIDTH, LINES), tl.float32)
-            best, total, mixed = _tile_of_keys(
-                queries, query_positions, first, end, best, total, mixed, head_keys, head_values, table,
-                scale, key_block, key_slot, value_block, value_slot,
-                DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, WINDOW, SOFTCAP,
-            )  # fmt: skip
-        whole_best, whole_total, shrink, part_shrink = _joined(whole_best, whole_total, best, total)
-        whole = whole * shrink[None, :] + mixed * part_shrink[None, :]
+        best, total, mixed = _all_parts(
+            queries, query_positions, begin, end, head_keys, head_values, table, scale, key_block,
+            key_slot, value_block, value_slot, LINES, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH,
+            BLOCK, TOKENS, PART, WINDOW, SOFTCAP,
+        )  # fmt: skip
         if HAS_SINKS:
             sink = tl.load(sinks + kv_head * GROUP + lines % GROUP).to(tl.float32) * 1.4426950408889634
-            whole_best, whole_total, shrink, _ = _joined(whole_best, whole_total, sink, 1.0)
-            whole = whole * shrink[None, :]
+            best, total, shrink, _ = joined(best, total, sink, 1.0)
+            mixed = mixed * shrink[None, :]
         # lines past the row's queries may have seen nothing; they are not stored
-        whole = whole / tl.where(whole_total > 0, whole_total, 1.0)[None, :]
-        tl.store(
-            out + heads[None, :] * VALUE_DIM + value_dims[:, None],
-            whole.to(out.dtype.element_ty),
-            mask=is_stored,
-        )
-
-
-@triton.jit(do_not_specialize=["max_parts"])
-def _join(
-    parts, parts_best, kv_lengths, sinks, out, max_parts, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    PART: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, JOINED: tl.constexpr,
-):  # fmt: skip
-    head, row = tl.program_id(0), tl.program_id(1)
-    length = tl.load(kv_lengths + row)
-    if length == 0:
-        return
-    first_part = 0
-    if WINDOW >= 0:
-        first_part = tl.maximum(length - 1 - WINDOW, 0) // PART
-    count = tl.cdiv(length, PART) - first_part
-    dims = tl.arange(0, VALUE_WIDTH)
-    at_head = row.to(tl.int64) * tl.num_programs(0) + head
-    best, total = -1.0e30, 0.0
-    whole = tl.zeros((VALUE_WIDTH,), tl.float32)
-    for first in range(0, count, JOINED):
-        for place in tl.static_range(JOINED):
-            is_part = first + place < count
-            at = at_head * max_parts + first + place
-            part_best = tl.load(parts_best + at * 2, mask=is_part, other=-1.0e30)
-            part_total = tl.load(parts_best + at * 2 + 1, mask=is_part, other=0.0)
-            mixed = tl.load(parts + at * VALUE_DIM + dims, mask=is_part & (dims < VALUE_DIM), other=0.0)
-            best, total, shrink, part_shrink = _joined(best, total, part_best, part_total)
-            whole = whole * shrink + mixed * part_shrink
-    if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        best, total, shrink, _ = _joined(best, total, sink, 1.0)
-        whole = whole * shrink
-    whole = whole / total
-    tl.store(out + at_head * VALUE_DIM + dims, whole.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+        mixed = mixed / tl.where(total > 0, total, 1.0)[None, :]
+        at_out = heads[None, :] * VALUE_DIM + value_dims[:, None]
+        tl.store(out + at_out, mixed.to(out.dtype.element_ty), mask=is_stored)
