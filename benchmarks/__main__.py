@@ -16,6 +16,7 @@ from benchmarks.report import Report, show
 SUITES: Final = {
     "block_pool": "what a block costs the block pool, and a scheduler's step its prefix cache",
     "control_plane": "the engine's own work a step, with a runner that costs nothing",
+    "http": "streams and requests over HTTP, with a model that costs nothing: CPU a token, and latencies",
     "kernels": "attention kernels on a GPU, against the bytes that they read and the products that they make",
     "numerics": "log-probs beside a plain forward pass of the same module, and greedy tokens",
     "offline": "tokens per second of whole batches, beside transformers on the same weights",

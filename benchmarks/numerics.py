@@ -129,11 +129,7 @@ def _measured(
     from megallm import InferenceConfig, MegatronLLM, SamplingParams  # noqa: PLC0415
 
     model, exact, tokenizer = trio
-    rng = random.Random(SEED)
-    prompts = [
-        [rng.randrange(model.vocab_size) for _ in range(rng.randint(1, options.input))]
-        for _ in range(options.prompts)
-    ]
+    prompts = _prompts(model.vocab_size, options)
     config = InferenceConfig(
         buffer_size_gb=1,
         max_sequence_length=options.input + options.output,
@@ -178,6 +174,12 @@ def _measured(
         "fp32_plain": significant(float(torch.cat(plain_error).mean())),
         "same": f"{sum(good for good, _ in same)}/{sum(count for _, count in same)}",
     }
+
+
+def _prompts(vocab_size: int, options: argparse.Namespace) -> list[list[int]]:
+    rng = random.Random(SEED)
+    lengths = [rng.randint(1, options.input) for _ in range(options.prompts)]
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
 def _distances(apart: "Tensor") -> dict[str, object]:

@@ -6,9 +6,9 @@ import pytest
 from megallm.core_async.actors.router import Router
 from megallm.core_async.errors import EngineDeadError
 from megallm.core_async.messages import (
+    DropRank,
     PrefixesForgotten,
     RankJoined,
-    RankLost,
     RequestId,
     RequestsEnded,
     RouteRequests,
@@ -44,7 +44,7 @@ async def test_a_router_without_ranks_refuses_and_goes_on_when_one_comes() -> No
     async with anyio.create_task_group() as tasks:
         await tasks.start(router.run)
         assert await router.address.ask(wish(1, [], [])) == [0, 0]
-        assert await router.address.ask(RankLost(0)) == [1, 2]
+        assert await router.address.ask(DropRank(0)) == [1, 2]
         with pytest.raises(EngineDeadError, match="no data-parallel rank is left"):
             await router.address.ask(wish(3, []))
         router.address.tell(RankJoined(0))

@@ -29,6 +29,10 @@ class FakeServer:
         yield
         self._log.append("signals given back")
 
+    def end_with_engine(self) -> None:
+        """Notes that it was asked for."""
+        self._log.append("ends with the engine")
+
     def wait(self) -> None:
         """Returns at once, as if it had been stopped."""
         self._log.append("waited")
@@ -111,7 +115,7 @@ def test_signals_drain_the_server_before_the_engine_is_closed() -> None:
     """Closed first, it would cut the answers that are under way."""
     engine = FakeEngine()
     served(engine=engine)
-    assert engine.log == ["signals taken", "waited", "signals given back", "closed"]
+    assert engine.log == ["ends with the engine", "signals taken", "waited", "signals given back", "closed"]
 
 
 def test_the_options_reach_the_server() -> None:

@@ -9,6 +9,8 @@ from megallm.core_async.device.backends import backend_for, check_backend
 from megallm.core_async.device.cpu_kernels import load_kernels
 from megallm.core_async.device.cpu_reference import TorchKernels
 from megallm.core_async.device.dense_layer import TorchOps
+from megallm.core_async.device.flash_libraries import has_flash
+from megallm.core_async.device.kv_cache import LayerCache
 from megallm.core_async.device.model import ModelHook
 from megallm.core_async.errors import UnsupportedModelError
 from tests.device.conftest import built
@@ -60,3 +62,25 @@ def test_unknown_backend_is_refused_with_those_of_the_device() -> None:
         check_backend("flahs", device("cpu"))
     with pytest.raises(UnsupportedModelError, match="is 'cpu'; on cuda there are auto, sdpa"):
         check_backend("cpu", device("cuda"))
+
+
+def test_flash_is_offered_where_it_is_installed() -> None:
+    """A backend that is listed and can't be had would send the user in circles."""
+    if has_flash():
+        check_backend("flash", device("cuda"))
+        return
+    with pytest.raises(UnsupportedModelError, match="is 'flash'; on cuda there are auto, sdpa, triton$"):
+        check_backend("flash", device("cuda"))
+
+
+def test_bound_model_norms_its_last_layer_as_the_others() -> None:
+    """A library's norm may sum a row in another order; and the model comes back with its own."""
+    model = built("grouped heads")
+    hook = ModelHook(model)
+    backend = backend_for("sdpa", hook.shape, block_size=4)
+    assert "forward" not in vars(model.decoder.final_layernorm)
+    caches = [LayerCache() for _ in hook.shape.attention_layers]
+    hook.bind(backend.attention, caches, backend.ops, max_positions=8)
+    assert "forward" in vars(model.decoder.final_layernorm)
+    hook.unbind()
+    assert "forward" not in vars(model.decoder.final_layernorm)

@@ -52,3 +52,12 @@ def test_sinks_are_the_models_own_parameter_or_zero() -> None:
     assert zero is not None
     assert zero.equal(torch.zeros(4))
     assert sinks_of(learned, LayerShape(4, 2, 16, 16, 0.25)) is None
+
+
+def test_softcap_is_the_configs_where_it_has_one() -> None:
+    """megatron-core has no such field; the bridge's Gemma 2 does, and 0 is none."""
+    model = built("grouped heads")
+    attention = model.decoder.layers[0].self_attention
+    for bound, expected in ((50.0, 50.0), (None, None), (0.0, None)):
+        changed = SimpleNamespace(**vars(model.config), attn_logit_softcapping=bound)
+        assert self_attention_shape(changed, attention, window=None, has_rope=False).softcap == expected

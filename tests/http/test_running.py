@@ -177,7 +177,7 @@ def test_what_can_not_be_served_is_refused_at_the_call() -> None:
         sock.listen()
         with pytest.raises(OSError, match=f"port {port} of 127.0.0.1 is in use"):
             engine.serve(HERE(port=port))
-        with pytest.raises(TypeError, match="serve\\(\\) got a dict; give a megallm.ServeConfig"):
+        with pytest.raises(TypeError, match=r"serve\(\) got a dict; give a megallm.ServeConfig"):
             engine.serve({"port": 0})  # type: ignore[arg-type] - a caller's mistake
     with pytest.raises(EngineStoppedError):
         engine.serve(HERE(port=0))

@@ -17,6 +17,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from megallm.models.megatron_config import SCORE_SOFTCAP
+
 
 def plain_logits(model: Any, ids: list[int]) -> Tensor:  # Any: megatron's model is untyped
     """Gives the logits at every position, `[tokens, vocab]`, of one sequence computed in one pass."""
@@ -34,7 +36,11 @@ def _plain(model: Any) -> Generator[None]:  # Any: the same
     ]
     cores = [attention.core_attention for attention in attentions]
     for attention in attentions:
-        attention.core_attention = _Causal(_window(model.config, attention.layer_number))
+        attention.core_attention = _Causal(
+            _window(model.config, attention.layer_number),
+            scale=model.config.softmax_scale,
+            softcap=getattr(model.config, SCORE_SOFTCAP, None),
+        )
     try:
         with mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")):
             yield
@@ -49,14 +55,25 @@ def _window(config: Any, layer_number: int) -> int | None:  # Any: the same
 
 
 class _Causal(nn.Module):
-    def __init__(self, window: int | None) -> None:
+    def __init__(self, window: int | None, *, scale: float | None, softcap: float | None) -> None:
         super().__init__()
         self._window = window
+        self._scale = scale
+        self._softcap = softcap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Takes and gives `[tokens, 1, heads, head_dim]`, the result's last two dimensions as one."""
         queries, keys, values = (part[:, 0].transpose(0, 1) for part in (query, key, value))
         distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
         mask = (distance >= 0) & (distance <= (len(query) if self._window is None else self._window))
-        mixed = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        if self._softcap is None:
+            mixed = scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=self._scale, enable_gqa=True
+            )
+        else:
+            repeats = len(queries) // len(keys)
+            keys, values = (part.repeat_interleave(repeats, dim=0) for part in (keys, values))
+            scores = queries @ keys.transpose(-1, -2) * (self._scale or query.shape[-1] ** -0.5)
+            scores = self._softcap * (scores / self._softcap).tanh()
+            mixed = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
         return mixed.transpose(0, 1).reshape(len(query), 1, -1)

@@ -74,6 +74,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # Any: settings of many types
         "smollm3",
         {"no_rope_layers": [1, 1, 0], "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE},
     ),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma2, untied, no softcaps": (
+        "gemma2",
+        {
+            "head_dim": 8,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+        },
+    ),
     "phi3": ("phi3", {}),
     "phi3, window, part of the head turns": (
         "phi3",

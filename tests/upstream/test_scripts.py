@@ -65,7 +65,7 @@ def test_a_program_runs_with_only_the_import_changed(script: str) -> None:
 
 
 def test_a_serving_program_runs_with_only_the_import_changed() -> None:
-    """Its server answers once `serve(blocking=False)` returns, streams, and shares the engine with the program."""
+    """Its server answers once `serve(blocking=False)` returns, streams, and shares the program's engine."""
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         port = chosen.getsockname()[1]

@@ -31,8 +31,12 @@ class Server(Protocol):
         """Makes SIGINT and SIGTERM drain the server while the block runs."""
         ...
 
+    def end_with_engine(self) -> None:
+        """Makes it stop once the engine has failed."""
+        ...
+
     def wait(self) -> None:
-        """Blocks until it has stopped."""
+        """Blocks until it has stopped. Raises: what the engine failed of."""
         ...
 
 
@@ -133,6 +137,7 @@ def run(options: argparse.Namespace, *, load: Load, open_engine: OpenEngine, std
         server = llm.serve(config, blocking=False)
         if server is None:  # a rank that another one serves for
             return 0
+        server.end_with_engine()  # whoever watches the process starts it anew
         with server.stopping_on_signals():
             steps.done(f"started {_front_ends(options.frontend_replicas)}")
             url = f"http://{_shown_host(options.host)}:{server.port}"

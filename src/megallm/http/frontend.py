@@ -86,6 +86,7 @@ async def serve(listener: socket.socket, engine: socket.socket) -> int:
         await remote.run(early)
         server.begin_drain(0.0)
 
+    has_engine_ended = True
     async with anyio.create_task_group() as tasks:
         await tasks.start(drain_on_signal)
         tasks.start_soon(end_with_engine)
@@ -93,9 +94,9 @@ async def serve(listener: socket.socket, engine: socket.socket) -> int:
         gc.freeze()  # what is there now stays; the collector need not look at it again
         remote.say_ready()
         await server.run()
-        code = EXIT_ENGINE_ENDED if remote.has_ended.is_set() else EXIT_OK
+        has_engine_ended = remote.has_ended.is_set()  # as it has once our own end of the socket is closed
         tasks.cancel_scope.cancel()
-    return code
+    return EXIT_ENGINE_ENDED if has_engine_ended else EXIT_OK
 
 
 if __name__ == "__main__":

@@ -91,6 +91,10 @@ class RunningServer:
         """Begins to drain, and waits for nothing; see Server. Called again, the shorter time holds."""
         self._engine.post(partial(self._server.begin_stop, timeout_s))
 
+    def end_with_engine(self) -> None:
+        """Makes the server end once the engine has; `wait` raises then what the engine failed of."""
+        self._engine.post(self._server.end_with_engine)
+
     def stop(self, timeout_s: float | None = None) -> None:
         """Drains and stops, and blocks until it has; not in the engine's loop. Idempotent.
 

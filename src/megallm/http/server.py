@@ -52,6 +52,7 @@ class Server:
         self._settings = config.app_settings()
         self._check_grammar = check_grammar
         self._ends_with_engine = ends_with_engine
+        self._has_engine_ended = False
         self._listener = config.listen()
         self.port: Final[int] = port_of(self._listener)
         self._stop_after_s: float | None = None
@@ -103,6 +104,12 @@ class Server:
         if self._stop_asked is not None:
             self._stop_asked.set()
 
+    def end_with_engine(self) -> None:
+        """Makes it end once the engine has, instead of answering 503; in the loop, as `begin_stop`."""
+        self._ends_with_engine = True
+        if self._has_engine_ended:
+            self.begin_stop(0.0)
+
     async def _run_until_drained(self, serving: AppServer | Replicas) -> None:
         self._serving = serving
         async with anyio.create_task_group() as watching:
@@ -126,6 +133,7 @@ class Server:
             await self._engine.wait_for_shutdown()
         except (EngineDeadError, EngineStoppedError) as error:
             log.warning("%s", error)
+        self._has_engine_ended = True
         if self._ends_with_engine:
             self.begin_stop(0.0)
 

@@ -8,7 +8,7 @@ however it orders them. Knows no file format and no megatron module.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from msgspec import Struct
 
@@ -52,7 +52,7 @@ class Experts(Struct, frozen=True, kw_only=True):
 
 
 class Hyperparameters(Struct, frozen=True, kw_only=True):
-    """The numbers that fix a decoder with RMSNorm, rotary positions and gated SiLU."""
+    """The numbers that fix a decoder with RMSNorm, rotary positions and gated MLPs."""
 
     num_layers: int
     hidden_size: int
@@ -82,6 +82,20 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     """Queries and keys are normed, head by head."""
+    has_output_norms: bool = False
+    """What attention and MLP give is normed before it is added."""
+    norm_offset: float = 0.0
+    """Added to the weights of every norm."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Of the gate."""
+    embedding_factor: float = 1.0
+    """On the embedded tokens, not on the output projection that may be tied to them."""
+    score_scale: float | None = None
+    """Factor on attention's scores; None is the inverse root of `head_dim`."""
+    score_softcap: float | None = None
+    """Scores s become `softcap * tanh(s / softcap)`."""
+    logit_softcap: float | None = None
+    """The same of logits."""
     experts: Experts | None = None
 
     def has_experts(self, layer: int) -> bool:
@@ -117,6 +131,10 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
             )
 
 
+OUTPUT_NORMS: Final = ("attention_output_norm.weight", "mlp_output_norm.weight")
+"""Our names of the norms that Llama has not."""
+
+
 class TensorSpec(Struct, frozen=True):
     """One tensor a decoder of given hyperparameters has: name and shape, outermost dimension first."""
 
@@ -130,6 +148,8 @@ def tensor_specs(size: Hyperparameters) -> list[TensorSpec]:
     for layer in range(size.num_layers):
         prefix = f"model.layers.{layer}."
         shapes = [*_attention_shapes(size), *_mlp_shapes(size, layer)]
+        if size.has_output_norms:
+            shapes += [(name, (size.hidden_size,)) for name in OUTPUT_NORMS]
         specs += [TensorSpec(prefix + name, shape) for name, shape in shapes]
     specs.append(TensorSpec("model.norm.weight", (size.hidden_size,)))
     if not size.is_tied:

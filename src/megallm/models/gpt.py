@@ -18,6 +18,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megallm.core_async.device.swaps import Swaps
 from megallm.core_async.errors import UnsupportedModelError
 from megallm.models.checkpoint import Checkpoint, Hyperparameters
+from megallm.models.extra_parts import add_parts
 from megallm.models.megatron_config import gpt_spec, hybrid_pattern, hybrid_spec, transformer_config
 from megallm.models.placements import LayerNames, fill
 from megallm.models.rotary import inverse_frequencies
@@ -75,6 +76,7 @@ def unfilled(
     with nullcontext() if is_on_cpu else torch.cuda.device(device):
         model = build(size, dtype, is_on_cpu=is_on_cpu)
     _scale_rotary(model, size)
+    add_parts(model, size)
     return model.to(device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
 
 

@@ -26,7 +26,7 @@ def hyperparameters(settings: Settings, family: Family) -> Hyperparameters:
 
     Raises: UnsupportedModelError for what such a decoder has not, ModelFileError for a damaged file.
     """
-    _refuse_options(settings)
+    _refuse_options(settings, family)
     num_heads = settings.value("num_attention_heads", int)
     hidden_size = settings.value("hidden_size", int)
     rope = _rope(settings)
@@ -52,16 +52,19 @@ def hyperparameters(settings: Settings, family: Family) -> Hyperparameters:
     return size
 
 
-def _refuse_options(settings: Settings) -> None:
+def _refuse_options(settings: Settings, family: Family) -> None:
     if settings.has("quantization_config"):
         method = settings.inside("quantization_config").values.get("quant_method")
         raise UnsupportedModelError(
             f"{settings.name_of('quantization_config')} says that the weights are quantised ({method}); use "
             "the model's unquantised folder"
         )
-    activation = settings.value_or("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"{settings.name_of('hidden_act')} is {activation!r}, supported is silu")
+    key = "hidden_activation" if settings.has("hidden_activation") else "hidden_act"
+    activation = settings.value_or(key, family.activations[0])
+    if activation not in family.activations:
+        raise UnsupportedModelError(
+            f"{settings.name_of(key)} is {activation!r}, supported is {family.activations[0]}"
+        )
 
 
 def _rope(settings: Settings) -> Settings:

@@ -31,6 +31,8 @@ class Family(Struct, frozen=True, kw_only=True):
     """The same."""
     norm_epsilon: float = 1e-6
     """The same."""
+    activations: tuple[str, ...] = ("silu", "swish")
+    """Names of the one that is run."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of tensor names: ours, and what the folder has in its place, in the order of replacing."""
     stacked: Mapping[str, tuple[str, ...]] = {}
@@ -142,6 +144,32 @@ def _smollm3(settings: Settings) -> Fields:
     return {**_llama(settings), **windows, "unturned_layers": unturned}
 
 
+def _gemma2(settings: Settings) -> Fields:
+    num_layers = settings.value("num_hidden_layers", int)
+    hidden_size = settings.value("hidden_size", int)
+    alternating = {"layer_types": [_LAYER_KINDS[(layer + 1) % 2] for layer in range(num_layers)]}
+    layers = Settings(settings.path, alternating | settings.values | {"use_sliding_window": True})
+    return {
+        **_biases(settings),
+        **_some_windowed(layers),
+        "head_dim": settings.value_or("head_dim", 256),
+        "has_output_norms": True,
+        "norm_offset": 1.0,
+        "activation": "gelu_tanh",
+        "embedding_factor": hidden_size**0.5,
+        "score_scale": settings.value_or("query_pre_attn_scalar", 256.0) ** -0.5,
+        "score_softcap": _optional(settings, "attn_logit_softcapping", 50.0),
+        "logit_softcap": _optional(settings, "final_logit_softcapping", 30.0),
+    }
+
+
+def _optional(settings: Settings, key: str, default: float) -> float | None:
+    """Gives a number that null turns off, and its default where the key is absent."""
+    if key in settings.values and not settings.has(key):
+        return None
+    return settings.value_or(key, default)
+
+
 FAMILIES: Final = {
     "LlamaForCausalLM": Family(name="llama", fields=_llama),
     "MistralForCausalLM": Family(name="mistral", fields=_all_windowed),
@@ -158,6 +186,17 @@ FAMILIES: Final = {
             (".gate_proj.", ".w1."),
             (".down_proj.", ".w2."),
             (".up_proj.", ".w3."),
+        ),
+    ),
+    "Gemma2ForCausalLM": Family(
+        name="gemma2",
+        fields=_gemma2,
+        is_tied=True,
+        activations=("gelu_pytorch_tanh",),
+        renamed=(
+            (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
+            (".attention_output_norm.", ".post_attention_layernorm."),
+            (".mlp_output_norm.", ".post_feedforward_layernorm."),
         ),
     ),
     "SmolLM3ForCausalLM": Family(name="smollm3", fields=_smollm3, is_tied=True, rotary_base=2_000_000.0),

@@ -5,7 +5,7 @@ Knows megatron's options and its local specs (no Transformer Engine); knows no f
 # megatron-core is untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -14,16 +14,20 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from torch.nn.functional import silu
+from torch import Tensor
+from torch.nn.functional import gelu, silu
 
 from megallm.models.checkpoint import Hyperparameters
+
+SCORE_SOFTCAP: Final = "attn_logit_softcapping"
+"""The field that a config has for a bound on scores: megatron-core has none, its bridge this one."""
 
 
 def transformer_config(
     size: Hyperparameters, dtype: torch.dtype, *, is_on_cpu: bool, is_hybrid: bool = False
 ) -> TransformerConfig:
     """Gives the config; a hybrid model has two of its layers, attention and MLP, for each of ours."""
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=size.num_layers * (2 if is_hybrid else 1),
         hidden_size=size.hidden_size,
         num_attention_heads=size.num_heads,
@@ -33,7 +37,8 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=size.norm_epsilon,
         qk_layernorm=size.has_qk_norm,
-        activation_func=silu,
+        activation_func=silu if size.activation == "silu" else _gelu_tanh,
+        softmax_scale=size.score_scale,
         gated_linear_unit=True,
         add_bias_linear=size.has_output_bias or size.has_mlp_bias,
         add_qkv_bias=size.has_qkv_bias,
@@ -55,6 +60,9 @@ def transformer_config(
         **_layer_options(size, is_hybrid=is_hybrid),
         **_expert_options(size),
     )
+    if size.score_softcap is not None:
+        setattr(config, SCORE_SOFTCAP, size.score_softcap)
+    return config
 
 
 def gpt_spec(size: Hyperparameters, config: TransformerConfig) -> Any:  # Any: one of two specs
@@ -85,6 +93,10 @@ def hybrid_spec(size: Hyperparameters) -> ModuleSpec:
 def hybrid_pattern(size: Hyperparameters) -> str:
     """Gives the kinds of a HybridModel's layers: `*` attention, `-` an MLP, `E` experts."""
     return "".join("*E" if size.has_experts(layer) else "*-" for layer in range(size.num_layers))
+
+
+def _gelu_tanh(gate: Tensor) -> Tensor:
+    return gelu(gate, approximate="tanh")
 
 
 def _layer_spec(size: Hyperparameters, *, has_experts: bool = True) -> Any:  # Any: untyped specs

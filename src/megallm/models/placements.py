@@ -10,7 +10,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from megallm.core_async.errors import ModelFileError
-from megallm.models.checkpoint import Checkpoint, Hyperparameters
+from megallm.models.checkpoint import OUTPUT_NORMS, Checkpoint, Hyperparameters
 
 
 class Placement(Struct, frozen=True):
@@ -46,6 +46,8 @@ def fill(model_parameters: Iterator[tuple[str, Tensor]], checkpoint: Checkpoint,
             parts = parameter.chunk(len(placement.tensors))
         for name, part in zip(placement.tensors, parts, strict=True):
             values = checkpoint.read(name)
+            if size.norm_offset and "norm" in name:
+                values = values.float() + size.norm_offset
             if values.numel() != part.numel():
                 raise ModelFileError(
                     f"{checkpoint.path}: parameter {placement.parameter} takes {tuple(part.shape)} of "
@@ -78,6 +80,9 @@ def _attention(size: Hyperparameters, source: str, target: str) -> Iterator[Plac
     yield Placement(target + "self_attention.linear_proj.weight", (source + "self_attn.o_proj.weight",))
     if size.has_output_bias:
         yield Placement(target + "self_attention.linear_proj.bias", (source + "self_attn.o_proj.bias",))
+    if size.has_output_norms:
+        norm = target + "self_attention.linear_proj.output_norm.weight"
+        yield Placement(norm, (source + OUTPUT_NORMS[0],))
     if size.has_qk_norm:
         for name in ("q", "k"):
             norm = f"{target}self_attention.{name}_layernorm.weight"
@@ -86,6 +91,8 @@ def _attention(size: Hyperparameters, source: str, target: str) -> Iterator[Plac
 
 def _mlp(size: Hyperparameters, layer: int, source: str, target: str) -> Iterator[Placement]:
     yield Placement(target + "pre_mlp_layernorm.weight", (source + "post_attention_layernorm.weight",))
+    if size.has_output_norms:
+        yield Placement(target + "mlp.linear_fc2.output_norm.weight", (source + OUTPUT_NORMS[1],))
     if size.experts is None or not size.has_experts(layer):
         kinds = ("weight", "bias") if size.has_mlp_bias else ("weight",)
         for kind in kinds:

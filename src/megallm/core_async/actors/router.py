@@ -8,15 +8,15 @@ from typing import ClassVar, assert_never
 from megallm.core_async.errors import EngineDeadError
 from megallm.core_async.kit.actor import Actor, Refusal
 from megallm.core_async.messages import (
+    DropRank,
     PrefixesForgotten,
     RankJoined,
-    RankLost,
     RequestsEnded,
     RouteRequests,
 )
 from megallm.core_async.plan.routing import RoutingTable
 
-type RouterMessage = RouteRequests | RequestsEnded | RankLost | RankJoined | PrefixesForgotten
+type RouterMessage = RouteRequests | RequestsEnded | DropRank | RankJoined | PrefixesForgotten
 
 
 class Router(Actor[RouterMessage]):
@@ -41,7 +41,7 @@ class Router(Actor[RouterMessage]):
             case RequestsEnded(request_ids):
                 for request_id in request_ids:
                     self._table.end(request_id)
-            case RankLost(rank):
+            case DropRank(rank):
                 return self._table.lose(rank)
             case RankJoined(rank):
                 self._table.add(rank)

@@ -14,6 +14,7 @@ Kernels in Triton. Knows tensors and tables; knows no step. Import it only where
 # pyright: reportPossiblyUnboundVariable=false
 # (what a kernel's parameters are is Triton's own matter)
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -62,8 +63,7 @@ def invariant_attention(
     tokens, kv_heads, group, _ = query.shape
     lines = max(LINES if has_chunks else FEW_LINES, triton.next_power_of_2(group))
     num_rows = len(kv_lengths)
-    if num_shares is None:
-        num_shares = 1 if has_chunks else num_shares_for(num_rows, kv_heads)
+    num_shares = num_shares or (1 if has_chunks else num_shares_for(num_rows, kv_heads))
     parts, parts_best, max_parts = out, out, 1
     if num_shares > 1:
         assert not has_chunks, f"{num_shares} programs a row, and rows may have several queries"
@@ -191,6 +191,29 @@ def _part(
 
 
 @triton.jit
+def _some_parts(
+    queries, query_positions, begin, end, keys, values, table, scale, key_block, key_slot, value_block,
+    value_slot, parts, parts_best, heads, is_line, LINES: tl.constexpr, DIM: tl.constexpr,
+    DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Goes over the parts that are the program's share, and leaves each for joining."""
+    value_dims = tl.arange(0, VALUE_WIDTH)
+    is_stored = is_line[None, :] & (value_dims < VALUE_DIM)[:, None]
+    first_part = begin // PART
+    for part in range(first_part + tl.program_id(2), tl.cdiv(end, PART), tl.num_programs(2)):
+        best, total, mixed = _part(
+            queries, query_positions, tl.maximum(part * PART, begin), tl.minimum(part * PART + PART, end),
+            end, keys, values, table, scale, key_block, key_slot, value_block, value_slot,
+            LINES, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, WINDOW, SOFTCAP,
+        )  # fmt: skip
+        at = heads + part - first_part
+        tl.store(parts + at[None, :] * VALUE_DIM + value_dims[:, None], mixed, mask=is_stored)
+        tl.store(parts_best + at * 2, best, mask=is_line)
+        tl.store(parts_best + at * 2 + 1, total, mask=is_line)
+
+
+@triton.jit
 def _all_parts(
     queries, query_positions, begin, end, keys, values, table, scale, key_block, key_slot, value_block,
     value_slot, LINES: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -272,18 +295,11 @@ def _attend(
     value_dims = tl.arange(0, VALUE_WIDTH)
     is_stored = is_line[None, :] & (value_dims < VALUE_DIM)[:, None]
     if IS_SHARED:
-        first_part = begin // PART
-        for part in range(first_part + tl.program_id(2), tl.cdiv(end, PART), tl.num_programs(2)):
-            best, total, mixed = _part(
-                queries, query_positions, tl.maximum(part * PART, begin),
-                tl.minimum(part * PART + PART, end), end, head_keys, head_values, table,
-                scale, key_block, key_slot, value_block, value_slot,
-                LINES, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, WINDOW, SOFTCAP,
-            )  # fmt: skip
-            at = heads * max_parts + part - first_part
-            tl.store(parts + at[None, :] * VALUE_DIM + value_dims[:, None], mixed, mask=is_stored)
-            tl.store(parts_best + at * 2, best, mask=is_line)
-            tl.store(parts_best + at * 2 + 1, total, mask=is_line)
+        _some_parts(
+            queries, query_positions, begin, end, head_keys, head_values, table, scale, key_block, key_slot,
+            value_block, value_slot, parts, parts_best, heads * max_parts, is_line, LINES, DIM, DIM_WIDTH,
+            VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, PART, WINDOW, SOFTCAP,
+        )  # fmt: skip
     else:
         best, total, mixed = _all_parts(
             queries, query_positions, begin, end, head_keys, head_values, table, scale, key_block,

@@ -206,8 +206,8 @@ class RequestsEnded(Struct, frozen=True, gc=False):
     request_ids: list[RequestId]
 
 
-class RankLost(Ask[list[RequestId]], frozen=True, gc=False):
-    """Send nothing to a rank any more; the reply is the requests that were there, in the order they came."""
+class DropRank(Ask[list[RequestId]], frozen=True, gc=False):
+    """Send nothing to a rank that is gone; the reply is the requests that were there, in order."""
 
     rank: int
 

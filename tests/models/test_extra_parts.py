@@ -1,0 +1,77 @@
+"""Parts that megatron has not, one by one; that Gemma 2 comes out right is in test_hf_families.py."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from megallm.models.checkpoint import Hyperparameters
+from megallm.models.extra_parts import add_parts
+from tests.models.tiny_gguf import TINY
+
+
+class Linear(nn.Linear):
+    """Gives its output and its bias apart, as megatron's linear layers do."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002 - torch's name of it
+        """Gives both."""
+        return input @ self.weight.T, self.bias
+
+
+def small_model(**changes: Any) -> tuple[Any, Hyperparameters]:  # Any: fields of many types
+    """Gives a model of one attention layer and one MLP layer, as a hybrid one has, with parts added."""
+    size: Hyperparameters = msgspec.structs.replace(TINY, hidden_size=4, **changes)
+    layers = [
+        SimpleNamespace(self_attention=SimpleNamespace(linear_proj=Linear(4, 4)), mlp=SimpleNamespace()),
+        SimpleNamespace(self_attention=SimpleNamespace(), mlp=SimpleNamespace(linear_fc2=Linear(4, 4))),
+    ]
+    model = SimpleNamespace(
+        decoder=SimpleNamespace(layers=layers),
+        embedding=nn.Embedding(3, 4),
+        _scale_logits=lambda logits: logits,
+    )
+    add_parts(model, size)
+    return model, size
+
+
+def test_outputs_are_normed_with_their_bias_and_the_norm_is_a_parameter() -> None:
+    """A norm of the sum without the bias is another model; a norm that is no parameter is never loaded."""
+    model, size = small_model(has_output_norms=True)
+    states = torch.randn(3, 4)
+    for linear in (
+        model.decoder.layers[0].self_attention.linear_proj,
+        model.decoder.layers[1].mlp.linear_fc2,
+    ):
+        assert "output_norm.weight" in dict(linear.named_parameters())
+        output, bias = linear(states)
+        assert bias is None
+        plain = states @ linear.weight.T + linear.bias
+        torch.testing.assert_close(output, torch.rms_norm(plain, (4,), eps=size.norm_epsilon))
+
+
+def test_the_embedding_s_factor_is_rounded_to_the_model_s_dtype() -> None:
+    """In training it was a tensor of that dtype: 48.0 in bfloat16, where the root of 2,304 is."""
+    model, _ = small_model(embedding_factor=2304**0.5 + 0.1)
+    ids = torch.tensor([1])
+    exact = model.embedding.weight[1:2] * (2304**0.5 + 0.1)
+    torch.testing.assert_close(model.embedding(ids), exact)
+    halved = model.embedding.to(torch.bfloat16)
+    assert torch.equal(halved(ids), halved.weight[1:2] * 48)
+
+
+def test_logits_stay_below_the_softcap() -> None:
+    """And near zero as they are."""
+    model, _ = small_model(logit_softcap=30.0)
+    logits = model._scale_logits(torch.tensor([0.1, 1e6, -1e6]))  # noqa: SLF001 - megatron's name
+    torch.testing.assert_close(logits, torch.tensor([0.1, 30.0, -30.0]), atol=1e-4, rtol=0)
+
+
+def test_a_model_of_none_of_them_is_left_as_it_was() -> None:
+    """A hook costs a call at every step, and may keep a layer from its fast path."""
+    model, _ = small_model()
+    linear = model.decoder.layers[0].self_attention.linear_proj
+    assert not linear._forward_hooks  # noqa: SLF001 - torch shows them no other way
+    assert not model.embedding._forward_hooks  # noqa: SLF001 - the same
+    assert model._scale_logits(5) == 5  # noqa: SLF001 - megatron's name
