@@ -131,7 +131,7 @@ async def measure(options: argparse.Namespace, step_ms: float) -> list[dict[str,
         await tasks.start(engine.run)
         settings = ServeConfig(host="127.0.0.1", port=0, frontend_replicas=options.front_ends)
         server = Server(engine, tokenizer, settings, lambda _: None, ends_with_engine=False)
-        tasks.start_soon(server.run)
+        tasks.start_soon(run_to_end, server, engine)
         await wait_for(server.started)
         for num_streams in options.streams:
             num_tokens = max(16, min(256, options.tokens // num_streams))
@@ -141,6 +141,12 @@ async def measure(options: argparse.Namespace, step_ms: float) -> list[dict[str,
             rows.append(await row(server, "request", options.requests, 1, step_ms))
         server.begin_stop(0.0)
     return rows
+
+
+async def run_to_end(server: Server, engine: Engine) -> None:
+    """Runs a server, and stops the engine after it."""
+    await server.run()
+    await engine.shutdown()
 
 
 async def row(

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Final, cast
 
-from msgspec import Struct, json as msgspec_json
+from msgspec import Struct
+from msgspec import json as msgspec_json
 
 PROMPT: Final = [1] * 32
 END: Final = b"0\r\n\r\n"
@@ -91,7 +92,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Gives the 50th, 90th and 99th percentile."""
     ordered = sorted(values)
     return {
-        f"p{share}": ordered[min(len(ordered) - 1, math.ceil(len(ordered) * share / 100) - 1)] if ordered else 0.0
+        f"p{share}": ordered[min(len(ordered) - 1, math.ceil(len(ordered) * share / 100) - 1)]
+        if ordered
+        else 0.0
         for share in (50, 90, 99)
     }
 
@@ -99,7 +102,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 async def load(port: int, num_clients: int, num_rounds: int, num_tokens: int, *, is_streamed: bool) -> Times:
     """Runs the clients side by side, each `num_rounds` requests; connects before the clock starts."""
     loop = asyncio.get_running_loop()
-    connections = [(await loop.create_connection(Connection, "127.0.0.1", port))[1] for _ in range(num_clients)]
+    connections = [
+        (await loop.create_connection(Connection, "127.0.0.1", port))[1] for _ in range(num_clients)
+    ]
     body = {"prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "stream": is_streamed}
     text = json.dumps(body | {"temperature": 0}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n\r\n"
@@ -141,9 +146,7 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--stream", action="store_true")
     options = parser.parse_args(argv)
-    work = load(
-        options.port, options.clients, options.rounds, options.tokens, is_streamed=options.stream
-    )
+    work = load(options.port, options.clients, options.rounds, options.tokens, is_streamed=options.stream)
     factory = None
     if find_spec("uvloop") is not None:
         import uvloop  # noqa: PLC0415 - an extra

@@ -1,7 +1,7 @@
 """The HTTP server under load from this machine: requests and tokens per second, and what each waits for.
 
 A case is `REQUESTS:CONCURRENCY:IN:OUT:s`, streamed, or `:n`, whole. The load comes from a process of its
-own (`http_load.py`); every case is sent once to warm up, and once to be measured.
+own (`online_load.py`); every case is sent once to warm up, and once to be measured.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from msgspec.structs import replace
 
-from benchmarks.http_load import LoadCase
+from benchmarks.online_load import LoadCase
 from benchmarks.measure import ROOT
 from benchmarks.report import Cell, Report, Table, significant
 from benchmarks.shapes import SHAPES, word_tokenizer
@@ -83,7 +83,7 @@ def load(port: int, cases: list[LoadCase]) -> list[dict[str, object]]:
 
     Raises: CalledProcessError when a request fails; what was wrong is on stderr.
     """
-    words = [sys.executable, "-m", "benchmarks.http_load", str(port), MODEL, *(case.name for case in cases)]
+    words = [sys.executable, "-m", "benchmarks.online_load", str(port), MODEL, *(case.name for case in cases)]
     done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603 - no shell
     return [_rounded(json.loads(line)) for line in done.stdout.splitlines()]
 

@@ -80,7 +80,7 @@ def word_tokenizer(vocab_size: int) -> Any:
 def random_model(
     shape: str | Hyperparameters, *, dtype: "torch.dtype | None" = None, device: str | None = None
 ) -> tuple[Any, NumberTokenizer]:
-    """Gives a model of `SHAPES` or of a shape, on the GPU if there is one. Any: megatron's model is untyped."""
+    """Gives a model of `SHAPES` or of a shape, on the GPU if there is one. Any: it is untyped."""
     import torch  # noqa: PLC0415 - takes seconds, which `--help` need not wait for
 
     from megallm.models.megatron_setup import ensure_process_groups, quiet_megatron  # noqa: PLC0415

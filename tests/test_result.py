@@ -229,3 +229,14 @@ def test_prompt_tokens_travel_only_where_they_are_asked_for() -> None:
     fields = completed().serialize()
     assert fields["prompt_tokens"] is None
     assert fields["prompt_length"] == 2
+
+
+def test_a_result_keeps_the_parameters_as_they_were() -> None:
+    """The caller may go on to change them, their lists too."""
+    params: Any = SamplingParams(temperature=0.0, stop_words=["a"])
+    entry = Intake(engine_config(), ADAPTER, lambda: RequestId(7)).prepare("AB", params).entries[0]
+    result: Any = empty_result(entry, ADAPTER)
+    params.temperature = 1.0
+    params.stop_words.append("b")
+    assert (result.sampling_params.temperature, result.sampling_params.stop_words) == (0.0, ["a"])
+    assert result.remaining_prompt_tokens.equal(result.prompt_tokens)

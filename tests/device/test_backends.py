@@ -69,7 +69,7 @@ def test_flash_is_offered_where_it_is_installed() -> None:
     if has_flash():
         check_backend("flash", device("cuda"))
         return
-    with pytest.raises(UnsupportedModelError, match="is 'flash'; on cuda there are auto, sdpa, triton$"):
+    with pytest.raises(UnsupportedModelError, match=r"is 'flash'; on cuda there are auto, sdpa, triton$"):
         check_backend("flash", device("cuda"))
 
 

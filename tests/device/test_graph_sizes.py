@@ -62,6 +62,12 @@ def test_sizes_are_halves_or_at_even_distances() -> None:
     assert token_sizes(_config(num_mixed_graphs=2, max_tokens=9_000)) == [2048, 4096]
 
 
+def test_a_few_too_many_lose_the_smallest() -> None:
+    """Our sizes stand closer together than halves do."""
+    config = _config(num_mixed_graphs=16, max_graph_tokens=16_384, max_tokens=16_384, max_requests=8)
+    assert token_sizes(config) == [*TOKENS, 6_144, 8_192, 12_288, 16_384][1:]
+
+
 def test_none_is_none() -> None:
     """Running op by op is how a wrong graph is found."""
     assert row_sizes(_config(num_graphs=0)) == []

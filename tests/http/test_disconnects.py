@@ -139,9 +139,9 @@ async def test_a_request_whose_end_comes_with_it_is_given_up() -> None:
     async with talking(config=CONFIG, step_s=0.001) as talk:
         clients = [talk.here.connect() for _ in range(50)]
         body = json.dumps({"prompt": "x", "max_tokens": 4000, "ignore_eos": True})
-        head = f"POST /v1/completions HTTP/1.1\nauthorization: Bearer {KEY}\nhost: x\ncontent-length: {len(body)}"
+        head = f"authorization: Bearer {KEY}\nhost: x\ncontent-length: {len(body)}"
         for client in clients:
-            await client.send(f"{head}\n\n{body}")
+            await client.send(f"POST /v1/completions HTTP/1.1\n{head}\n\n{body}")
             client.end()
         for client in clients:
             assert b"200" not in await client.read_to_end()

@@ -12,25 +12,35 @@ from megallm.models.extra_parts import add_parts
 from tests.models.tiny_gguf import TINY
 
 
-class Linear(nn.Linear):
+class Linear(nn.Module):
     """Gives its output and its bias apart, as megatron's linear layers do."""
 
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002 - torch's name of it
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Gives both."""
-        return input @ self.weight.T, self.bias
+        return states @ self.weight.T, self.bias
+
+
+def unscaled(logits: object) -> object:
+    """Stands for megatron's own last step."""
+    return logits
 
 
 def small_model(**changes: Any) -> tuple[Any, Hyperparameters]:  # Any: fields of many types
     """Gives a model of one attention layer and one MLP layer, as a hybrid one has, with parts added."""
     size: Hyperparameters = msgspec.structs.replace(TINY, hidden_size=4, **changes)
     layers = [
-        SimpleNamespace(self_attention=SimpleNamespace(linear_proj=Linear(4, 4)), mlp=SimpleNamespace()),
-        SimpleNamespace(self_attention=SimpleNamespace(), mlp=SimpleNamespace(linear_fc2=Linear(4, 4))),
+        SimpleNamespace(self_attention=SimpleNamespace(linear_proj=Linear()), mlp=SimpleNamespace()),
+        SimpleNamespace(self_attention=SimpleNamespace(), mlp=SimpleNamespace(linear_fc2=Linear())),
     ]
     model = SimpleNamespace(
         decoder=SimpleNamespace(layers=layers),
         embedding=nn.Embedding(3, 4),
-        _scale_logits=lambda logits: logits,
+        _scale_logits=unscaled,
     )
     add_parts(model, size)
     return model, size

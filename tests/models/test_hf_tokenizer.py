@@ -55,6 +55,15 @@ def test_the_default_among_several_templates_is_taken(folder: Path) -> None:
     assert build_tokenizer(folder).chat_template is None
 
 
+def test_answers_end_at_every_id_that_the_model_s_makers_name(folder: Path) -> None:
+    """Phi-3 ends a turn with another token than its eos; without it an answer runs on to the limit."""
+    assert build_tokenizer(folder).stop_ids == [2]
+    for found, wanted in (([2, 7, 9], [2, 7, 9]), (7, [2, 7]), (None, [2])):
+        content = json.dumps({"eos_token_id": found})
+        (folder / "generation_config.json").write_text(content, encoding="utf-8")
+        assert build_tokenizer(folder).stop_ids == wanted
+
+
 def test_a_tokenizer_s_file_alone_is_enough(folder: Path) -> None:
     """Its config beside it is taken where there is one."""
     assert build_tokenizer(folder / "tokenizer.json").eod == 2

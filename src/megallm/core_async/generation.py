@@ -1,12 +1,12 @@
 """Runs checked calls on an engine and makes results of what comes back."""
 
 import contextlib
+import itertools
 import time
 from typing import Protocol
 
 import anyio
-import anyio.lowlevel
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from megallm.core_async.engine import Engine
 from megallm.core_async.intake import Call
@@ -35,32 +35,27 @@ class ProgressReader(Protocol):
 
 
 class Drafts:
-    """Results of a call made ahead, one by one while the engine works: the output is filled in at the end.
+    """Results of a call made ahead, a few after each step, while the device is busy with the next one.
 
-    Made in the loop, so long prompts are left out: their results are made at the end, like the caller's own.
+    They have all that does not wait for the output. Made in the loop, so long prompts are left out: their
+    results are made at the end.
     """
 
     MAX_TOKENS = 4096
     """Of a prompt whose result is made ahead."""
+    AT_ONCE = 4
+    """Results made between two steps."""
 
     def __init__(self, call: Call, tokenizer: TokenizerAdapter) -> None:
         self._tokenizer = tokenizer
         self._made: dict[RequestId, Result] = {}
-        self._left = iter(
-            [
-                entry
-                for entry in call.entries
-                if entry.request is not None and len(entry.token_ids) <= self.MAX_TOKENS
-            ]
-        )
+        entries = [entry for entry in call.entries if entry.request is not None]
+        self._left = iter([entry for entry in entries if len(entry.token_ids) <= self.MAX_TOKENS])
 
-    def make_one(self) -> bool:
-        """Makes the next one; False when nothing is left."""
-        entry = next(self._left, None)
-        if entry is None:
-            return False
-        self._made[entry.request_id] = draft_result(entry, self._tokenizer)
-        return True
+    def make_some(self) -> None:
+        """Makes the next ones."""
+        for entry in itertools.islice(self._left, self.AT_ONCE):
+            self._made[entry.request_id] = draft_result(entry, self._tokenizer)
 
     def pop(self, request_id: RequestId) -> Result | None:
         """Gives a result that was made ahead, once."""
@@ -93,9 +88,9 @@ async def run_to_completion(
     if not requests:
         engine.check_alive()
         return outcome
+    if drafts is not None and reader is None and len(requests) > Drafts.AT_ONCE:
+        requests = [_reporting(requests[0]), *requests[1:]]  # it says when a step has ended
     with contextlib.closing(await engine.submit(requests)) as outbox:
-        while drafts is not None and drafts.make_one():
-            await anyio.lowlevel.checkpoint()  # the engine goes first
         while len(outcome.completions) < len(requests):
             for parcel in await outbox.take():
                 if isinstance(parcel, Completion):
@@ -104,7 +99,13 @@ async def run_to_completion(
                         reader.add_completion(parcel)
                 elif isinstance(parcel, Progress) and reader is not None:
                     reader.add_tokens(parcel.num_tokens)
+            if drafts is not None and len(outcome.completions) < len(requests):
+                drafts.make_some()
     return outcome
+
+
+def _reporting(request: NewRequest) -> NewRequest:
+    return structs.replace(request, text=structs.replace(request.text, reports_progress=True))
 
 
 def results_of(

@@ -22,6 +22,8 @@ class SpecialIds(Struct, frozen=True):
     eos: int | None = None
     pad: int | None = None
     unk: int | None = None
+    stops: tuple[int, ...] = ()
+    """Further ids that end an answer: a chat model's end of turn, where that is not its eos."""
 
 
 class ModelTokenizer(ABC):
@@ -169,6 +171,12 @@ class ModelTokenizer(ABC):
     def unk(self) -> int | None:
         """Gives the id that stands for an unknown token."""
         return self._special_ids.unk
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Gives every id that ends an answer, the eos among them (a list of the caller's own)."""
+        ids = [self._special_ids.eos, *self._special_ids.stops]
+        return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
     bos_id = bos
     eos = eod

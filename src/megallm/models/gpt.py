@@ -19,6 +19,7 @@ from megallm.core_async.device.swaps import Swaps
 from megallm.core_async.errors import UnsupportedModelError
 from megallm.models.checkpoint import Checkpoint, Hyperparameters
 from megallm.models.extra_parts import add_parts
+from megallm.models.loading_bar import loading_bar
 from megallm.models.megatron_config import gpt_spec, hybrid_pattern, hybrid_spec, transformer_config
 from megallm.models.placements import LayerNames, fill
 from megallm.models.rotary import inverse_frequencies
@@ -34,17 +35,24 @@ _RANDOM_DEVIATION = 0.02
 
 
 def build_gpt(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, model_class: ModelClass = "gpt"
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    model_class: ModelClass = "gpt",
+    progress: bool | None = False,
 ) -> Any:  # Any: GPTModel or HybridModel, which are untyped
     """Builds the model on `device`, in eval mode, its parameters frozen, `dtype` and filled.
 
     Host memory peaks at the model (on a CPU) plus one tensor as it is stored: tensors are read and
-    copied one by one. Needs megatron's parallel state.
+    copied one by one. `progress`: a bar on stderr; None is on a terminal. Needs megatron's parallel state.
 
     Raises: UnsupportedModelError when the parallel state splits a model over ranks.
     """
     model = unfilled(checkpoint.hyperparameters, dtype=dtype, device=device, model_class=model_class)
-    fill(model.named_parameters(), checkpoint, _NAMES[model_class])
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    with loading_bar(num_parameters, is_shown=progress) as advance:
+        fill(model.named_parameters(), checkpoint, _NAMES[model_class], advance=advance)
     return model
 
 

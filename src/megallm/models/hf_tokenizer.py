@@ -20,6 +20,7 @@ from megallm.models.tokenizer import ByteLevelTokenizer, PieceTokenizer
 _FAST: Final = "tokenizer.json"
 _PIECES: Final = "tokenizer.model"
 _CONFIG: Final = "tokenizer_config.json"
+_GENERATION: Final = "generation_config.json"
 _TEMPLATE: Final = "chat_template.jinja"
 _NAMES: Final = ("bos", "eos", "pad", "unk")
 
@@ -53,15 +54,16 @@ def build_tokenizer(folder: Path, *, model_vocab_size: int | None = None) -> Mod
     settings = Settings.read(home / _CONFIG) if (home / _CONFIG).exists() else Settings(home / _CONFIG, {})
     template = _chat_template(home, settings)
     added = _added_tokens(settings)
+    stops = _stops(home)
     if path.suffix == ".json":
-        tokenizer = _fast(path, settings, template)
+        tokenizer = _fast(path, settings, template, stops)
     elif is_tiktoken_file(path):
         tokenizer = TiktokenTokenizer(
-            path, added, special_names=_special_names(settings), chat_template=template
+            path, added, special_names=_special_names(settings), stops=stops, chat_template=template
         )
     else:
         tokenizer = SentencePieceTokenizer(
-            path, added, special_names=_special_names(settings), chat_template=template
+            path, added, special_names=_special_names(settings), stops=stops, chat_template=template
         )
     if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
         raise ModelFileError(
@@ -84,7 +86,7 @@ def _file_of(folder: Path) -> Path:
     )
 
 
-def _fast(path: Path, settings: Settings, template: str | None) -> ModelTokenizer:
+def _fast(path: Path, settings: Settings, template: str | None, stops: tuple[int, ...]) -> ModelTokenizer:
     try:
         content = path.read_bytes()
         outline = msgspec.json.decode(content, type=_Outline)
@@ -99,12 +101,21 @@ def _fast(path: Path, settings: Settings, template: str | None) -> ModelTokenize
     }
     is_byte_level = outline.decoder is not None and outline.decoder.is_byte_level()
     kind = ByteLevelTokenizer if is_byte_level else PieceTokenizer
-    return kind(backend, special_ids=SpecialIds(**ids), chat_template=template, path=str(path))
+    return kind(backend, special_ids=SpecialIds(**ids, stops=stops), chat_template=template, path=str(path))
 
 
 def _special_names(settings: Settings) -> dict[str, str | None]:
     """Gives the named special tokens, as text; a name may stand for nothing."""
     return {name: _text_of(settings.values.get(f"{name}_token")) for name in _NAMES}
+
+
+def _stops(home: Path) -> tuple[int, ...]:
+    """Gives the ids that a model's makers have answers end at, beside the tokenizer's eos."""
+    if not (home / _GENERATION).exists():
+        return ()
+    found = Settings.read(home / _GENERATION).values.get("eos_token_id")
+    listed: list[Any] = found if isinstance(found, list) else [found]
+    return tuple(token_id for token_id in listed if type(token_id) is int)
 
 
 def _added_tokens(settings: Settings) -> dict[str, int]:

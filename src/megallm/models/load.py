@@ -37,6 +37,7 @@ def load_model(
     tokenizer: object = None,
     model_class: "ModelClass" = "gpt",
     cache_dir: Path | None = None,
+    progress: bool | None = None,
 ) -> tuple[Any, Any]:  # Any: megatron's models are untyped, and the tokenizer may be the caller's
     """Loads a model, ready to be given to `MegatronLLM`, and its tokenizer.
 
@@ -45,8 +46,9 @@ def load_model(
     (`torch_dist`). `dtype`, torch's or its name, is float32 on a CPU, bfloat16 on a GPU; `device` is the
     GPU where there is one, else the CPU. `tokenizer` is the folder or file to take the tokenizer from
     where it is not the checkpoint itself, or a tokenizer, which is given back as it is. `model_class` is
-    "gpt" or "hybrid". The model is in eval mode with frozen parameters. Where nothing set up
-    torch.distributed and megatron's parallel state, they are set up for this process alone.
+    "gpt" or "hybrid". `progress` is a bar on stderr, None on a terminal alone. The model is in eval mode
+    with frozen parameters. Where nothing set up torch.distributed and megatron's parallel state, they are
+    set up for this process alone.
 
     Raises: ModelFileError when the file can't be had or read, UnsupportedModelError when it holds
     something that can't be built, NotImplementedError for `tp` or `pp` other than 1.
@@ -76,7 +78,9 @@ def load_model(
         if isinstance(checkpoint, TorchDistFolder):
             model = checkpoint.build(dtype=kind, device=where, model_class=model_class)
         else:
-            model = build_gpt(checkpoint, dtype=kind, device=where, model_class=model_class)
+            model = build_gpt(
+                checkpoint, dtype=kind, device=where, model_class=model_class, progress=progress
+            )
     # so that isinstance holds, and the tokenizer needs no megatron
     MegatronTokenizerBase.register(ModelTokenizer)
     return model, chosen

@@ -4,7 +4,7 @@ Knows megatron's parameter names and how it lays rows out: one KV head's queries
 together, gate above up. Knows no file format and builds no model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 from torch import Tensor
@@ -29,10 +29,17 @@ class LayerNames(Struct, frozen=True):
     final_norm: str = "decoder.final_layernorm.weight"
 
 
-def fill(model_parameters: Iterator[tuple[str, Tensor]], checkpoint: Checkpoint, names: LayerNames) -> None:
+def fill(
+    model_parameters: Iterator[tuple[str, Tensor]],
+    checkpoint: Checkpoint,
+    names: LayerNames,
+    *,
+    advance: Callable[[int], None] = lambda _: None,
+) -> None:
     """Copies every tensor of the checkpoint into the parameter that holds it, one at a time.
 
-    A bias that the model has and the checkpoint has not becomes zero.
+    `advance` is called with the number of parameters of each. A bias that the model has and the checkpoint
+    has not becomes zero.
 
     Raises: ModelFileError naming a parameter and both shapes when they don't fit.
     """
@@ -54,6 +61,7 @@ def fill(model_parameters: Iterator[tuple[str, Tensor]], checkpoint: Checkpoint,
                     f"{name}, which is {tuple(values.shape)}"
                 )
             part.copy_(values.view(part.shape))
+            advance(part.numel())
     for name, parameter in waiting.items():
         assert name.endswith(".bias"), f"parameter without a tensor in {checkpoint.path}: {name}"
         parameter.data.zero_()

@@ -22,6 +22,7 @@ class SentencePieceTokenizer(ModelTokenizer):
         added: Mapping[str, int],
         *,
         special_names: Mapping[str, str | None],
+        stops: tuple[int, ...] = (),
         chat_template: str | None = None,
     ) -> None:
         """`added`: tokens beyond the model file's, and their ids.
@@ -47,7 +48,9 @@ class SentencePieceTokenizer(ModelTokenizer):
         ids = {name: by_text.get(token) if token else None for name, token in special_names.items()}
         ids["bos"] = ids["bos"] if ids["bos"] is not None else _id_or_none(self._model.bos_id())
         ids["eos"] = ids["eos"] if ids["eos"] is not None else _id_or_none(self._model.eos_id())
-        super().__init__(tokens, special_ids=SpecialIds(**ids), chat_template=chat_template, path=str(path))
+        super().__init__(
+            tokens, special_ids=SpecialIds(**ids, stops=stops), chat_template=chat_template, path=str(path)
+        )
 
     @override
     def tokenize(self, text: str) -> list[int]:

@@ -38,6 +38,7 @@ class TiktokenTokenizer(ModelTokenizer):
         added: Mapping[str, int],
         *,
         special_names: Mapping[str, str | None],
+        stops: tuple[int, ...] = (),
         chat_template: str | None = None,
     ) -> None:
         """`added`: the special tokens and their ids.
@@ -55,7 +56,9 @@ class TiktokenTokenizer(ModelTokenizer):
         for token_id, text in self._special_spellings.items():
             tokens[token_id] = text
         ids = {name: self._special.get(token) if token else None for name, token in special_names.items()}
-        super().__init__(tokens, special_ids=SpecialIds(**ids), chat_template=chat_template, path=str(path))
+        super().__init__(
+            tokens, special_ids=SpecialIds(**ids, stops=stops), chat_template=chat_template, path=str(path)
+        )
 
     @override
     def tokenize(self, text: str) -> list[int]:

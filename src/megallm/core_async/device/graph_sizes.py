@@ -42,6 +42,8 @@ def token_sizes(config: EngineConfig) -> list[int]:
         sizes.append(most)
     if not counts or len(sizes) <= min(counts):
         return sizes
+    if len(sizes) < 2 * min(counts) and not config.spaces_graphs_evenly:
+        return sizes[-min(counts) :]  # a few of the smallest are missed least
     return _spaced(sizes[-1], min(counts), is_even=config.spaces_graphs_evenly)
 
 

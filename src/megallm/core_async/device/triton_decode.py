@@ -148,7 +148,7 @@ def _join(layer: PagedLayer, parts: RowParts, sums: Tensor, sizes: Tensor, out: 
         HAS_SINKS=layer.sinks is not None,
         JOINED=JOINED,
         num_warps=2,
-        **chained(sums),
+        **chained(parts.rows),
     )
 
 
