@@ -13,8 +13,8 @@ from typing import Any, Final, cast
 
 from msgspec.structs import replace
 
-from benchmarks.online_load import LoadCase
 from benchmarks.measure import ROOT
+from benchmarks.online_load import LoadCase
 from benchmarks.report import Cell, Report, Table, significant
 from benchmarks.shapes import SHAPES, word_tokenizer
 
@@ -68,8 +68,8 @@ def run(options: argparse.Namespace) -> Report:
         serving = ServeConfig(host="127.0.0.1", port=0, frontend_replicas=options.replicas, model_name=MODEL)
         server: Any = llm.serve(serving, blocking=False)  # Any: what is given depends on the rank
         ready_s = time.perf_counter() - began
-        load(server.port, cases)  # warms up
-        results = load(server.port, cases)
+        load(server.port, cases, options.vocab)  # warms up
+        results = load(server.port, cases, options.vocab)
     finally:
         llm.shutdown()
     for row in results:
@@ -78,12 +78,13 @@ def run(options: argparse.Namespace) -> Report:
     return Report("online", [_table(results, options.model)], results, notes)
 
 
-def load(port: int, cases: list[LoadCase]) -> list[dict[str, object]]:
+def load(port: int, cases: list[LoadCase], vocab_size: int) -> list[dict[str, object]]:
     """Gives each case's figures.
 
     Raises: CalledProcessError when a request fails; what was wrong is on stderr.
     """
-    words = [sys.executable, "-m", "benchmarks.online_load", str(port), MODEL, *(case.name for case in cases)]
+    words = [sys.executable, "-m", "benchmarks.online_load", str(port), MODEL, str(vocab_size)]
+    words += [case.name for case in cases]
     done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603 - no shell
     return [_rounded(json.loads(line)) for line in done.stdout.splitlines()]
 

@@ -1,6 +1,6 @@
-"""Load on a completions endpoint of this machine: `python -m benchmarks.online_load PORT MODEL CASE...`.
+"""Load on a completions endpoint of this machine: `python -m benchmarks.online_load`.
 
-A case is `REQUESTS:CONCURRENCY:IN:OUT:s`, streamed, or `:n`, whole; so many connections send one request
+Arguments are the port, the model's name, its vocabulary's size, and cases. A case is `REQUESTS:CONCURRENCY:IN:OUT:s`, streamed, or `:n`, whole; so many connections send one request
 after the other. Writes one JSON line a case. A process of its own, so that it takes no time of the server's
 interpreter; plain sockets, so that it is not the bottleneck itself.
 """
@@ -20,8 +20,6 @@ from benchmarks.load import SEED
 EVENT: Final = b"data: {"
 LAST_CHUNK: Final = b"0\r\n\r\n"
 READ_BYTES: Final = 1 << 18
-TOKEN_IDS: Final = (100, 40_000)
-"""Prompts are of ids from the first up to the second."""
 MILLI: Final = 1e3
 
 
@@ -51,13 +49,13 @@ class LoadCase(Struct, frozen=True):
         numbers = (self.num_requests, self.concurrency, self.prompt_tokens, self.output_tokens)
         return ":".join([*map(str, numbers), "s" if self.is_streamed else "n"])
 
-    def bodies(self, model: str) -> Iterator[bytes]:
+    def bodies(self, model: str, vocab_size: int) -> Iterator[bytes]:
         """Yields the requests; no two prompts begin alike."""
         generator = random.Random(SEED)
         for _ in range(self.num_requests):
             body = {
                 "model": model,
-                "prompt": [generator.randrange(*TOKEN_IDS) for _ in range(self.prompt_tokens)],
+                "prompt": [generator.randrange(vocab_size) for _ in range(self.prompt_tokens)],
                 "max_tokens": self.output_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
@@ -76,9 +74,9 @@ class Times(Struct):
     whole_s: list[float] = []
 
 
-async def run_case(port: int, model: str, case: LoadCase) -> dict[str, object]:
+async def run_case(port: int, case: LoadCase, model: str, vocab_size: int) -> dict[str, object]:
     """Sends a case's requests and gives its figures."""
-    times, bodies = Times(), list(case.bodies(model))
+    times, bodies = Times(), list(case.bodies(model, vocab_size))
     waiting = iter(bodies)
     began = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
@@ -166,10 +164,11 @@ def _percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{rank}": ordered[len(ordered) * rank // 100] * MILLI for rank in (50, 99) if ordered}
 
 
-async def _run_all(port: int, model: str, cases: Sequence[LoadCase]) -> None:
+async def _run_all(port: int, cases: Sequence[LoadCase], model: str, vocab_size: int) -> None:
     for case in cases:
-        print(json.dumps(await run_case(port, model, case)), flush=True)
+        print(json.dumps(await run_case(port, case, model, vocab_size)), flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(_run_all(int(sys.argv[1]), sys.argv[2], [LoadCase.parse(text) for text in sys.argv[3:]]))
+    _, port, model, vocab_size, *cases = sys.argv
+    asyncio.run(_run_all(int(port), [LoadCase.parse(case) for case in cases], model, int(vocab_size)))

@@ -1,5 +1,7 @@
 """One key, needed everywhere but at /health."""
 
+import base64
+
 import pytest
 
 from megallm.http.auth import check_key
@@ -41,7 +43,32 @@ def test_anything_else_is_401(path: str, headers: list[tuple[bytes, bytes]]) -> 
     with pytest.raises(RequestError) as caught:
         check_key(path, headers, KEY)
     assert (caught.value.http_status, caught.value.code) == (401, "invalid_api_key")
-    assert caught.value.headers["WWW-Authenticate"] == "Bearer"
+    scheme = "Basic" if path == "/" else "Bearer"
+    assert caught.value.headers["WWW-Authenticate"].split()[0] == scheme
+
+
+def basic(password: str) -> list[tuple[bytes, bytes]]:
+    """Gives the header that a browser sends after its dialogue."""
+    return [(b"authorization", b"Basic " + base64.b64encode(f"anyone:{password}".encode()))]
+
+
+def test_a_browser_opens_the_page_with_the_key_as_password() -> None:
+    """It has no other way to send a key; without one its page, with the field for the key, stays shut."""
+    check_key("/", basic(KEY), KEY)
+
+
+@pytest.mark.parametrize("password", ["", KEY[:-1], KEY + "x"])
+def test_another_password_keeps_the_page_shut(password: str) -> None:
+    """The page is no way round the key."""
+    with pytest.raises(RequestError):
+        check_key("/", basic(password), KEY)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/metrics", "//"])
+def test_a_password_opens_nothing_but_the_page(path: str) -> None:
+    """Browsers send it along with what another site's page asks for."""
+    with pytest.raises(RequestError):
+        check_key(path, basic(KEY), KEY)
 
 
 def test_health_and_servers_without_a_key_are_open() -> None:

@@ -60,7 +60,7 @@ class Result(DynamicInferenceRequest):
 
 
 def _copied(params: Any) -> Any:
-    """Gives a copy of parameters, and of their lists and dicts. Any: megatron-core's class or ours, or None."""
+    """Gives a copy of parameters, and of their lists and dicts. Any: megatron-core's class, ours, or None."""
     copied = copy.copy(params)
     fields: dict[str, Any] = getattr(copied, "__dict__", {})  # a dict, before `deserialize`
     for name, value in list(fields.items()):
