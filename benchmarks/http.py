@@ -134,7 +134,7 @@ async def measure(options: argparse.Namespace, step_ms: float) -> list[dict[str,
         tasks.start_soon(run_to_end, server, engine)
         await wait_for(server.started)
         for num_streams in options.streams:
-            num_tokens = max(16, min(256, options.tokens // num_streams))
+            num_tokens = max(64, min(256, options.tokens // num_streams))
             print(f"http: {num_streams} streams, steps of {step_ms:g} ms", file=sys.stderr)
             rows.append(await row(server, "stream", num_streams, num_tokens, step_ms))
         if not step_ms:

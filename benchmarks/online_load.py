@@ -1,8 +1,9 @@
 """Load on a completions endpoint of this machine: `python -m benchmarks.online_load`.
 
-Arguments are the port, the model's name, its vocabulary's size, and cases. A case is `REQUESTS:CONCURRENCY:IN:OUT:s`, streamed, or `:n`, whole; so many connections send one request
-after the other. Writes one JSON line a case. A process of its own, so that it takes no time of the server's
-interpreter; plain sockets, so that it is not the bottleneck itself.
+Arguments are the port, the model's name, its vocabulary's size, and cases: `REQUESTS:CONCURRENCY:IN:OUT:s`,
+streamed, or `:n`, whole; so many connections send one request after the other. Writes one JSON line a case.
+A process of its own, so that it takes no time of the server's interpreter; plain sockets, so that it is not
+the bottleneck itself.
 """
 
 import asyncio

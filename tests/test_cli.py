@@ -37,6 +37,11 @@ class FailingEngine:
         raise self.error
 
 
+def load_nothing(name: str, num_threads: int | None) -> tuple[object, object]:
+    """Stands for the model's loader."""
+    return object(), object()
+
+
 def no_serving(model: object, tokenizer: object, options: object) -> NoReturn:
     """Stands for the engine of a command that is not run."""
     raise AssertionError("this command serves nothing")
@@ -52,7 +57,7 @@ def outcome(*argv: str, raises: BaseException | None = None, stdout: TextIO | No
 
     code = run(
         argv,
-        load=lambda name, num_threads: (object(), object()),
+        load=load_nothing,
         open_engine=open_engine,
         open_serving=no_serving,
         stdin=io.StringIO(),
@@ -110,6 +115,29 @@ def test_debug_adds_the_trace() -> None:
     assert message.endswith("\nmegallm: the engine failed in step 3\n")
 
 
+def test_options_of_the_loader_reach_it_only_where_they_are_given() -> None:
+    """Each command that loads a model has them; one that goes nowhere is worse than none."""
+    seen: list[dict[str, object]] = []
+
+    def load(name: str, num_threads: int | None, **chosen: object) -> NoReturn:
+        seen.append(chosen)
+        raise EngineBusy("seen")
+
+    for arguments in (["generate", "hi"], ["chat"], ["serve"]):
+        for chosen in ([], ["--dtype", "float32", "--device", "cpu", "--tokenizer", "t"]):
+            code = run(
+                [*arguments, *chosen],
+                load=load,
+                open_engine=lambda model, tokenizer: FailingEngine(AssertionError()),
+                open_serving=no_serving,
+                stdin=io.StringIO(),
+                stdout=io.StringIO(),
+                stderr=io.StringIO(),
+            )
+            assert code == 3
+    assert seen == [{}, {"dtype": "float32", "device": "cpu", "tokenizer": "t"}] * 3
+
+
 def test_a_bug_keeps_its_trace() -> None:
     """Errors nobody foresaw must not be dressed up as the user's."""
     with pytest.raises(TypeError, match="a bug"):
@@ -135,7 +163,7 @@ def test_a_reader_that_left_ends_the_command_quietly() -> None:
         err = io.StringIO()
         code = run(
             ["generate", "hi"],
-            load=lambda name, num_threads: (object(), object()),
+            load=load_nothing,
             open_engine=lambda model, tokenizer: Engine(AssertionError()),
             open_serving=no_serving,
             stdin=io.StringIO(),

@@ -113,6 +113,27 @@ async def test_broken_logits_fail_their_request_alone() -> None:
 
 
 @pytest.mark.anyio
+async def test_broken_numbers_do_not_stay_in_the_prefix_cache() -> None:
+    """A fault of the moment is over when it is over: asked again, the prompt computes its blocks anew."""
+    model = new_model()
+    config = settings(num_blocks=40, enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
+    prompt = [BAD, *range(1, 14)]
+    async with hosted_llm(model=model, config=config) as llm:
+        weights = model.embedding.word_embeddings.weight
+        good = weights[BAD].clone()
+        with torch.no_grad():
+            weights[BAD] = torch.nan
+            failed: Any = await llm.generate(prompt, greedy(4))
+            weights[BAD] = good
+        assert failed.failed()
+        first: Any = await llm.generate(prompt, greedy(4))
+        again: Any = await llm.generate(prompt, greedy(4))
+        assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 12)
+        assert first.generated_tokens == again.generated_tokens == expected(prompt, 4)
+        await llm.set_generation_epoch(1)  # forgets the blocks: leaving checks that all are free
+
+
+@pytest.mark.anyio
 async def test_a_failure_nobody_reckoned_with_ends_the_engine_and_leaves_no_reader_waiting() -> None:
     """At a request's last word too, when the engine has done with it."""
 

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn, TextIO
 
 from msgspec import Struct
@@ -22,6 +23,10 @@ EXIT_USAGE = 2
 EXIT_ENGINE = 3
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
+
+
+type Loader = Callable[..., tuple[Any, Any]]
+"""What `generate.Load` is, and takes the options of `LOADING` that are given by keyword. Any: as there."""
 
 
 class Surroundings(Struct, frozen=True):
@@ -42,6 +47,8 @@ class Command(Struct, frozen=True):
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Surroundings], int]
+    loads_model: bool = False
+    """It has the options of `LOADING`, too."""
 
 
 def _generate(options: argparse.Namespace, at: Surroundings) -> int:
@@ -72,10 +79,19 @@ def _completion(options: argparse.Namespace, at: Surroundings) -> int:
     return completion.run(options, parser=_parser(), stdout=at.stdout)
 
 
+LOADING = {
+    "tokenizer": "the folder or file of the tokenizer, where it is not the model's",
+    "dtype": "float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 on a GPU)",
+    "device": "cpu, cuda, cuda:1 (default: the GPU where there is one)",
+}
+"""Options of every command that loads a model: arguments of `load_model` by the same names."""
+
 COMMANDS = {
-    "generate": Command("answer prompts, all in one batch", generate.add_arguments, _generate),
-    "chat": Command("talk with a model in the terminal", chat.add_arguments, _chat),
-    "serve": Command("serve the OpenAI API over HTTP", serve.add_arguments, _serve),
+    "generate": Command(
+        "answer prompts, all in one batch", generate.add_arguments, _generate, loads_model=True
+    ),
+    "chat": Command("talk with a model in the terminal", chat.add_arguments, _chat, loads_model=True),
+    "serve": Command("serve the OpenAI API over HTTP", serve.add_arguments, _serve, loads_model=True),
     "info": Command("show what a checkpoint holds and costs", model_card.add_arguments, _model_card),
     "bench": Command("run the benchmarks of a checkout", bench.add_arguments, _bench),
     "completion": Command("write a script that completes commands", completion.add_arguments, _completion),
@@ -99,7 +115,7 @@ def main() -> int:
 def run(
     argv: Sequence[str],
     *,
-    load: generate.Load,
+    load: Loader,
     open_engine: generate.OpenEngine,
     open_serving: Callable[[Any, Any, argparse.Namespace], AbstractContextManager[Any]],  # Any: above
     stdin: TextIO,
@@ -118,7 +134,9 @@ def run(
 
     try:
         options = _parser().parse_args(argv)
-        at = Surroundings(load, open_engine, open_serving, stdin, stdout, stderr)
+        given = {name: vars(options).get(name) for name in LOADING}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        at = Surroundings(partial(load, **chosen), open_engine, open_serving, stdin, stdout, stderr)
         return COMMANDS[options.command].run(options, at)
     except KeyboardInterrupt:
         print("megallm: interrupted", file=stderr)
@@ -149,20 +167,23 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=command.summary, description=described)
         sub.add_argument("--debug", action="store_true", help="errors with their trace")
         command.add_arguments(sub)
+        if command.loads_model:
+            for option, help_text in LOADING.items():
+                sub.add_argument(f"--{option}", help=help_text)
     return parser
 
 
 # ---- the real model and engine; both imports take seconds, which `--help` need not wait for -------
 
 
-def _load_model(name: str, num_threads: int | None) -> tuple[Any, Any]:  # Any: see generate.Load
+def _load_model(name: str, num_threads: int | None, **chosen: Any) -> tuple[Any, Any]:  # Any: see Load
     import torch
 
     from megallm import load_model
 
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    return load_model(name)
+    return load_model(name, **chosen)
 
 
 def _open_engine(model: Any, tokenizer: Any) -> AbstractContextManager[generate.Generator]:  # Any: the same

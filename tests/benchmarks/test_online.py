@@ -7,14 +7,20 @@ import pytest
 
 from benchmarks import kernels, online
 from benchmarks.online_load import LoadCase
+from benchmarks.report import Report
 
 
-def test_every_case_is_served_and_measured() -> None:
-    """Streams and whole answers; every token asked for comes, or the load raises."""
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """Gives one run of two cases. A fixture, since importing the engine alone takes seconds."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     online.add_arguments(parser)
     argv = ["--cases", "2:1:4:3:s,3:2:4:3:n", "--vocab", "300", "--layers", "1", "--replicas", "0"]
-    report = online.run(parser.parse_args([*argv, "--cache-gb", "0.05"]))
+    return online.run(parser.parse_args([*argv, "--cache-gb", "0.05"]))
+
+
+def test_every_case_is_served_and_measured(report: Report) -> None:
+    """Streams and whole answers; every token asked for comes, or the load raises."""
     streamed, whole = report.results
     assert (streamed["case"], whole["case"]) == ("2:1:4:3:s", "3:2:4:3:n")
     assert all(float(str(row["output_tok_s"])) > 0 for row in report.results)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import anyio
 import pytest
 
-from megallm.http.connection import MAX_MESSAGES, MAX_PENDING
+from megallm.http.app_calls import MAX_MESSAGES
+from megallm.http.connection import MAX_PENDING
 from tests.http.loopback import App, connected
 
 pytestmark = pytest.mark.anyio

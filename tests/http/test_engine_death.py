@@ -11,45 +11,15 @@ import anyio
 import httpx
 import pytest
 
-from megallm.core_async.messages import StepPlan
+from tests.http.mortal import die
 from tests.http.serving import frames_of, strict_json
 from tests.http.sites import ANSWER_S, Site, greedy, site
 
 pytestmark = pytest.mark.anyio
 
 ROOT: Final = Path(__file__).parents[2]
-LAST_STEP: Final = 40
 NUM_CLIENTS: Final = 8
 """Of each kind."""
-
-MORTAL: Final = f"""
-import sys
-
-from megallm import cli
-from tests.fake_llm import FakeLLM, HeldRunner, lifecycle_config
-
-limits = lifecycle_config(num_blocks=1024, max_sequence_length=4096)
-runner = HeldRunner(limits)
-runner.break_at("step {LAST_STEP}", RuntimeError("the device is on fire"))
-sys.exit(
-    cli.run(
-        sys.argv[1:],
-        load=lambda name, num_threads: (None, None),
-        open_engine=None,
-        open_serving=lambda model, tokenizer, options: FakeLLM(limits, runner),
-        stdin=sys.stdin,
-        stdout=sys.stdout,
-        stderr=sys.stderr,
-    )
-)
-"""
-"""`megallm serve` as it is, round a model that breaks at a step."""
-
-
-def die(plan: StepPlan) -> None:
-    """Breaks the model once it has made some tokens."""
-    if plan.step >= LAST_STEP:
-        raise RuntimeError("the device at 0xdeadbeef is on fire")
 
 
 async def expect_all_told(here: Site) -> None:
@@ -108,10 +78,12 @@ async def test_requests_to_a_broken_engine_are_503_on_every_route_that_needs_it(
                 assert response.json()["error"]["type"] == "service_unavailable_error"
 
 
-def test_the_command_ends_with_an_exit_code_that_says_so() -> None:
-    """Whoever supervises the process starts it anew; with 0 it would not."""
+@pytest.mark.parametrize("num_replicas", [0, 1])
+def test_the_command_ends_with_an_exit_code_that_says_so(num_replicas: int) -> None:
+    """Whoever supervises the process starts it anew; with 0, or for ever at 503, nobody would."""
+    command = [sys.executable, "-m", "tests.http.mortal", "serve", "--port", "0"]
     process = subprocess.Popen(
-        [sys.executable, "-c", MORTAL, "serve", "--port", "0", "--frontend-replicas", "0"],
+        [*command, "--frontend-replicas", str(num_replicas)],
         stderr=subprocess.PIPE,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
@@ -128,4 +100,4 @@ def test_the_command_ends_with_an_exit_code_that_says_so() -> None:
         assert b'"error"' in frames_of(response.content)[-1]
         said = process.stderr.read()
     assert process.returncode == 3, said.decode()
-    assert b"megallm: the engine failed: RuntimeError: the device is on fire" in said
+    assert b"megallm: the engine failed: RuntimeError: the device at 0xdeadbeef is on fire" in said

@@ -29,6 +29,7 @@ class Walled:
     def __init__(self, served: Served, port: int) -> None:
         self.served = served
         self.port = port
+        self.key = KEY
 
     async def say(self, *parts: str | bytes) -> Reply:
         """Says something on a connection of its own, exactly as it is, and reads until the server ends it."""

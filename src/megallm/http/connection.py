@@ -7,33 +7,27 @@ stopped reading; and their tasks belong to nobody. What HTTP is stays Hypercorn'
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from math import inf
-from typing import Any, Final
+from typing import Final
 
 import anyio
 import h11
-from anyio.abc import TaskGroup
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol import ProtocolWrapper
 from hypercorn.typing import ASGIFramework, ConnectionState
 
 from megallm.core_async.transport.byte_stream import ByteStream
+from megallm.http.app_calls import AppCalls
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING: Final = 256 * 1024
 """Bytes read ahead of the application; more are left in the socket, and with them the client's leaving."""
-MAX_MESSAGES: Final = 16
-"""Pieces of a request's body that wait for the application."""
 LINGER_S: Final = 1.0
 """How long a client that is still sending may take to read why it was refused, and one that has just
 connected to say what it wants of a server that drains."""
 
-type Message = MutableMapping[str, Any]  # Any: what ASGI says
-type Send = Callable[[Message], Awaitable[None]]
-type Receive = Callable[[], Awaitable[Message]]
 type Address = tuple[str, int] | None
 
 
@@ -126,10 +120,10 @@ class Connection:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 self._protocol = ProtocolWrapper(
-                    self._app,  # type: ignore[arg-type] - handed on to `_Apps.spawn_app`, below
+                    self._app,  # type: ignore[arg-type] - handed on to `AppCalls`
                     self._config,
                     self._context,  # type: ignore[arg-type] - it has what the protocols use
-                    _Apps(tasks, self._app),  # type: ignore[arg-type] - the same
+                    AppCalls(tasks, self._app, self._write_piece),  # type: ignore[arg-type] - the same
                     ConnectionState({}),
                     False,  # no TLS
                     self._client,
@@ -198,10 +192,7 @@ class Connection:
         """Does what the protocol says."""
         match event:
             case RawData(data):
-                if self._is_ending:
-                    await anyio.lowlevel.checkpoint()  # whoever writes on and on is to be cancelled here
-                else:
-                    await self._write(data)
+                await self._write(data)
             case Updated(idle):
                 self._is_idle = idle
                 self._is_new = False
@@ -211,8 +202,15 @@ class Connection:
             case _:
                 self._end()
 
+    async def _write_piece(self, piece: bytes) -> None:
+        """Writes a piece of a chunked body, past the protocol, whose state it does not change."""
+        await self._write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
     async def _write(self, chunk: bytes) -> None:
         """Writes in order, whoever writes; waits while the client does not read."""
+        if self._is_ending:
+            await anyio.lowlevel.checkpoint()  # whoever writes on and on is to be cancelled here
+            return
         try:
             sent = 0 if self._unsent else self._stream.send_now(chunk)
         except OSError:
@@ -254,68 +252,3 @@ class Connection:
             self._reading.deadline = anyio.current_time() + LINGER_S
         else:
             self._reading.cancel()
-
-
-class _Apps:
-    """Runs the application for the protocol, one task a request, in the connection's task group."""
-
-    def __init__(self, tasks: TaskGroup, app: ASGIFramework) -> None:
-        self._tasks = tasks
-        self._app = app
-
-    async def spawn_app(
-        self, _app: object, _config: Config, scope: MutableMapping[str, Any], send: Callable[..., Any]
-    ) -> Send:  # Any: as Hypercorn's protocols have it
-        """Starts a request; gives what its messages are handed to."""
-        inbox = _Inbox()
-        self._tasks.start_soon(self._run, scope, inbox, send)
-        return inbox.put
-
-    def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
-        """Starts a task of the protocol's own."""
-        self._tasks.start_soon(function, *args)
-
-    async def _run(self, scope: MutableMapping[str, Any], inbox: "_Inbox", send: Callable[..., Any]) -> None:
-        try:
-            # the protocol makes the scope and the messages, Hypercorn's types of them are its own
-            await self._app(scope, inbox.receive, send)  # pyright: ignore[reportArgumentType]
-        except Exception:
-            log.exception("the application failed")
-        finally:
-            inbox.close()
-        await send(None)
-
-
-class _Inbox:
-    """The messages of one request that the application has yet to take."""
-
-    def __init__(self) -> None:
-        self._messages: deque[Message] = deque()
-        self._changed = anyio.Event()
-        self._is_closed = False
-
-    async def put(self, message: Message) -> None:
-        """Adds a message; waits while too many of the body are there, and the application runs."""
-        while len(self._messages) >= MAX_MESSAGES and message["type"] == "http.request":
-            if self._is_closed:
-                return
-            await self._changed.wait()
-        self._messages.append(message)
-        self._change()
-
-    async def receive(self) -> Message:
-        """Waits for the next message."""
-        while not self._messages:
-            await self._changed.wait()
-        message = self._messages.popleft()
-        self._change()
-        return message
-
-    def close(self) -> None:
-        """Drops what comes from now on: the application has ended."""
-        self._is_closed = True
-        self._change()
-
-    def _change(self) -> None:
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()

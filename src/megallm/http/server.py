@@ -11,6 +11,7 @@ from typing import Final, Literal, cast
 
 import anyio
 import sniffio
+from anyio import to_thread
 
 from megallm.core_async.engine import Engine
 from megallm.core_async.errors import EngineDeadError, EngineStoppedError
@@ -77,7 +78,7 @@ class Server:
         """
         failure: Exception = EngineStoppedError("the server was stopped before it served")
         try:
-            spec = self._portable_tokenizer()
+            spec = await to_thread.run_sync(self._portable_tokenizer)  # seconds, of a large vocabulary
             if spec is None:
                 await self._run_until_drained(self._app_server())
             else:
@@ -117,7 +118,7 @@ class Server:
             watching.start_soon(self._drain_when_asked, serving)
             async with anyio.create_task_group() as tasks:
                 await tasks.start(serving.run)
-                if self._stop_after_s is None:
+                if self._stop_after_s is None and not self.started.done():
                     self.started.set_result(None)
             watching.cancel_scope.cancel()
 

@@ -80,6 +80,10 @@ class Scheduler(Actor[SchedulerMessage]):
             self._roster.apply(message.result, outcome)
         self._roster.drop(message.closed, outcome)
         self._roster.forget_finished(outcome)
+        if message.result is not None and message.result.failed:
+            await (
+                self._forget_prefixes()
+            )  # whoever shared the blocks of a row with broken numbers would fail too
         plan = await self._plan() if message.may_plan else None
         if plan is None:
             await self._give_back()

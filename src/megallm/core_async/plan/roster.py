@@ -248,7 +248,12 @@ class Roster:
     def _end_those_done(
         self, step: InFlight, result: StepResult, tokens: Iterable[int], outcome: Outcome
     ) -> None:
-        """Ends requests whose token is a stop id, that can't go on, or that have all they may have."""
+        """Ends requests whose token is a stop id, that can't go on, or that have all they may have.
+
+        What they filled is not to be shared: who can't go on may have broken numbers in the cache.
+        """
+        if result.failed:
+            self._filled = []
         for place, reason in result.failed:
             request = step.sampled[place]
             if request.finish_reason is None:
