@@ -11,11 +11,12 @@ and its loop, for this traffic. A token that is not written on its own is writte
 """
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -104,9 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Report:
     """Measures each number of streams, then short requests."""
     results: list[dict[str, object]] = []
+    has_uvloop = importlib.util.find_spec("uvloop") is not None
     for step_ms in (options.step_ms, 0.0):
         results += anyio.run(
-            measure, options, step_ms, backend="asyncio", backend_options={"use_uvloop": True}
+            measure, options, step_ms, backend="asyncio", backend_options={"use_uvloop": has_uvloop}
         )
     columns = tuple(results[0])
     rows: list[Any] = [tuple(row[column] for column in columns) for row in results]  # Any: cells, by column
@@ -179,7 +181,7 @@ async def row(
 
 
 @contextmanager
-def cpu_of(pids: set[int]) -> Iterator[list[float]]:
+def cpu_of(pids: set[int]) -> Generator[list[float]]:
     """Gives a list that after the block holds the CPU seconds of some processes, and of this one."""
     used: list[float] = []
     before, own = sum(map(cpu_s, pids)), time.process_time()

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from megallm.http.service import AppSettings, Bounds
-from tests.http.serving import ChatTokenizer, Served, serving, serving_config, strict_json
+from tests.http.serving import ChatTokenizer, Served, serving, strict_json
 from tests.http.walled import walled
 
 pytestmark = pytest.mark.anyio
@@ -19,8 +19,8 @@ on_asyncio = pytest.mark.parametrize("anyio_backend", ["asyncio"])
 """What a body is taken for does not depend on the loop."""
 C, H, R = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 USER: Final = {"role": "user", "content": "hi"}
-BODIES: Final[dict[str, dict[str, Any]]] = {C: {"prompt": "hi"}, H: {"messages": [USER]}, R: {"input": "hi"}}
-# Any: JSON
+type Json = dict[str, Any]  # Any: JSON
+BODIES: Final[dict[str, Json]] = {C: {"prompt": "hi"}, H: {"messages": [USER]}, R: {"input": "hi"}}
 INTERNALS: Final = re.compile(
     r"0x[0-9a-f]{4}|Traceback|File \"|\.py\b|/src/|site-packages| object at |<class |msgspec|jinja2|torch\b"
 )
@@ -28,7 +28,7 @@ INTERNALS: Final = re.compile(
 BOUNDS: Final = Bounds(max_body_bytes=100_000, schema_compile_s=2.0)
 
 
-def refused(response: httpx.Response, *statuses: int) -> dict[str, Any]:  # Any: JSON
+def refused(response: httpx.Response, *statuses: int) -> Json:
     """Gives the error of a reply that has to be one, and says nothing of the server's inside."""
     assert response.status_code in (statuses or (400,)), response.text
     assert not INTERNALS.search(response.text), response.text
@@ -38,7 +38,7 @@ def refused(response: httpx.Response, *statuses: int) -> dict[str, Any]:  # Any:
     return error
 
 
-async def post(served: Served, url: str, extra: dict[str, Any]) -> httpx.Response:  # Any: JSON
+async def post(served: Served, url: str, extra: Json) -> httpx.Response:
     """Posts a short request with something more."""
     limit = "max_output_tokens" if url == R else "max_tokens"
     return await served.post(url, {**BODIES[url], limit: 2, **extra})
@@ -148,7 +148,7 @@ async def test_a_token_that_is_none_is_refused_wherever_it_stands(token: int) ->
         assert served.engine.stats().step == 0
 
 
-FANS: Final[dict[str, tuple[str, dict[str, Any]]]] = {  # Any: JSON
+FANS: Final[dict[str, tuple[str, Json]]] = {
     "n": (C, {"n": 10**9}),
     "n of a chat": (H, {"n": 10**9}),
     "n times prompts": (C, {"prompt": ["a"] * 2000, "n": 100}),
@@ -182,7 +182,7 @@ async def test_a_small_body_that_asks_for_much_is_refused_before_it_is_multiplie
     "kind", ["image_url", "input_image", "video_url", "input_audio", "audio_url", "file", "input_file"]
 )
 async def test_nothing_is_fetched_for_a_message(kind: str) -> None:
-    """CVE-2025-6242 and its kin: the server's network is not the caller's. CVE-2026-22773: nor are its images."""
+    """CVE-2025-6242 and its kin: the server's network is no caller's. CVE-2026-22773: there is no image."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"
@@ -252,7 +252,7 @@ class Breaking(ChatTokenizer):
 
 
 async def test_what_breaks_inside_is_not_told_outside() -> None:
-    """CVE-2026-22778: an exception's text told addresses. CVE-2026-5760: a template reached Python's classes."""
+    """CVE-2026-22778: an exception's text had addresses. CVE-2026-5760: a template reached classes."""
     async with serving(tokenizer=Breaking()) as served:
         refused(await post(served, C, {"prompt": "boom"}), 400, 500)
         refused(await served.post("/tokenize", {"prompt": "boom"}), 400, 500)
@@ -260,9 +260,9 @@ async def test_what_breaks_inside_is_not_told_outside() -> None:
 
 
 async def test_a_caller_brings_no_template_and_its_text_is_none() -> None:
-    """CVE-2026-5760; CVE-2025-62426: `tokenize: true` held the loop. The text between the marks stays text."""
+    """CVE-2026-5760; CVE-2025-62426: `tokenize: true` held the loop. Marks of templates are text."""
     async with serving() as served:
-        options: list[dict[str, Any]] = [  # Any: JSON
+        options: list[Json] = [
             {"tokenize": True},
             {"chat_template": "{{ 7 * 7 }}"},
             {"tools": []},
@@ -283,7 +283,7 @@ async def test_a_caller_brings_no_template_and_its_text_is_none() -> None:
         assert choice["message"]["prompt_token_ids"] == served.prompt_of(said)
 
 
-GRAMMARS: Final[dict[str, dict[str, Any]]] = {  # Any: JSON
+GRAMMARS: Final[dict[str, Json]] = {
     "no type": {"guided_json": {"type": "wizard"}},
     "no pattern": {"guided_json": {"type": "string", "pattern": "*("}},
     "no expression": {"guided_regex": "(((("},
@@ -302,7 +302,7 @@ GRAMMARS: Final[dict[str, dict[str, Any]]] = {  # Any: JSON
 @on_asyncio
 @pytest.mark.parametrize("name", GRAMMARS)
 async def test_a_grammar_made_to_break_is_refused_in_its_time(name: str) -> None:
-    """CVE-2025-48944: a bad pattern or type of a tool ended the worker; here it is compiled beside the loop."""
+    """CVE-2025-48944: a tool's bad pattern or type ended the worker. It is compiled beside the loop."""
     async with serving(settings=AppSettings(model_name="fake", bounds=BOUNDS)) as served:
         response = await post(served, C, GRAMMARS[name])
         if response.status_code != 200:

@@ -4,6 +4,7 @@ Knows the kinds of tokenizers that users bring; the templates are rendered by th
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from megallm.core_async.errors import InvalidRequestError
 from megallm.core_async.tokenizers import TokenizerAdapter
 from megallm.http.errors import RequestError
 from megallm.http.schema_chat import ChatRequest, Message, ToolCall
+
+log = logging.getLogger(__name__)
 
 type JsonObject = dict[str, Any]  # Any: what JSON holds
 
@@ -78,7 +81,12 @@ class ChatTemplate:
             )
         except (InvalidRequestError, jinja2.TemplateError) as error:
             raise RequestError(str(error), param="messages") from error
+        except RecursionError:
+            raise RequestError(
+                "messages, tools or chat_template_kwargs are nested too deep", param="messages"
+            ) from None
         except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+            log.warning("the chat template failed", exc_info=error)
             raise RequestError(
                 "the chat template can't render the messages; the server's log says why", param="messages"
             ) from error

@@ -90,6 +90,7 @@ def decode_attention(
     num_rows, kv_heads, group, head_dim = query.shape
     value_dim = shape.value_head_dim
     tuned = tuning_for(num_rows, kv_heads, head_dim, keys.dtype) if tuning is None else tuning
+    is_tiled = tuned.tokens <= KEYS and keys.shape[1] % tuned.tokens == 0
     sums = sizes = out
     if parts.is_cut:
         sums = query.new_empty(len(parts.parts) * shape.num_heads, value_dim, dtype=torch.float32)
@@ -118,7 +119,7 @@ def decode_attention(
         VALUE_WIDTH=triton.next_power_of_2(max(16, value_dim)),
         BLOCK=keys.shape[1],
         TOKENS=tuned.tokens,
-        IS_TILED=tuned.tokens <= KEYS and keys.shape[1] % tuned.tokens == 0,
+        IS_TILED=is_tiled,
         WINDOW=-1 if shape.window is None else shape.window,
         SOFTCAP=shape.softcap or 0.0,
         HAS_SINKS=layer.sinks is not None,
@@ -126,7 +127,8 @@ def decode_attention(
         PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
         FIELDS=FIELDS,
         num_warps=tuned.num_warps,
-        num_stages=tuned.num_stages,
+        # where keys are looked up one by one, their places take stages of their own
+        num_stages=tuned.num_stages + (0 if is_tiled else 2),
         **({} if tuned.max_registers is None else {"maxnreg": tuned.max_registers}),
         **chained(query),
     )
