@@ -166,7 +166,8 @@ async def test_tools_are_called_whole_and_in_parts() -> None:
         teach(talk)
         chat: ChatCompletion = await chats_of(client).create(**LOOK)
         message = chat.choices[0].message
-        (call,) = message.tool_calls
+        calls: Any = message.tool_calls  # Any: a union, of which this is one
+        (call,) = calls
         assert chat.choices[0].finish_reason == "tool_calls"
         assert call.type == "function"
         assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"place": "Oslo"})

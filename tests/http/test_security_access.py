@@ -67,7 +67,7 @@ def forms(path: str) -> list[str]:
 
 @on_asyncio
 async def test_no_path_gets_in_without_the_key() -> None:
-    """CVE-2026-48746, vllm#18892: one URL was checked and another routed; some routes nobody had thought of."""
+    """CVE-2026-48746, vllm#18892: one URL was checked and another routed; some routes were never checked."""
     async with walled() as wall:
         for path, methods in (await routes()).items():
             targets = [

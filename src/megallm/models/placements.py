@@ -62,6 +62,7 @@ def fill(
                 )
             part.copy_(values.view(part.shape))
             advance(part.numel())
+            del values  # or it would still be in memory while the next one is read
     for name, parameter in waiting.items():
         assert name.endswith(".bias"), f"parameter without a tensor in {checkpoint.path}: {name}"
         parameter.data.zero_()

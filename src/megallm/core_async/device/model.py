@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import Router
+from megatron.core.utils import get_pg_size
 from msgspec import Struct
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ from megallm.core_async.device.layer_shapes import (
     sinks_of,
 )
 from megallm.core_async.device.model_options import refuse_options, unwrapped
+from megallm.core_async.device.rank_group import gathered_logits
 from megallm.core_async.device.rope import RopeTable, table_of
 from megallm.core_async.device.rope_angles import angles_of
 from megallm.core_async.device.step_inputs import StepInputs
@@ -94,6 +96,9 @@ class ModelHook:
         """Every layer runs as one function of its own: nothing in it asks the device for a number."""
         self.rope: RopeTable | None = None
         """What the attention backend turns by, while bound; None where it has nothing to turn."""
+        vocab_group = getattr(self._model.output_layer, "tp_group", None)
+        self._vocab_group = vocab_group if get_pg_size(vocab_group) > 1 else None
+        """The ranks that hold a part of the vocabulary each."""
         self._swaps = Swaps()
         self._step: _Step | None = None
 
@@ -137,12 +142,18 @@ class ModelHook:
         step = self._step = _Step(inputs=inputs, angles={})
         try:
             logits = self._model(
-                inputs.token_ids[None], inputs.batch.positions[None], None, runtime_gather_output=True
+                inputs.token_ids[None],
+                inputs.batch.positions[None],
+                None,
+                runtime_gather_output=self._vocab_group is None,
             )
             self._score(step, score)
         finally:
             self._step = None
-        return logits[0]
+        return self._of_all_ranks(logits[0])
+
+    def _of_all_ranks(self, logits: Tensor) -> Tensor:
+        return logits if self._vocab_group is None else gathered_logits(logits, self._vocab_group)
 
     def _score(self, step: _Step, score: Callable[[Tensor, int], None]) -> None:
         if step.scored_states is None:
@@ -151,7 +162,8 @@ class ModelHook:
         first = 0
         for states in step.scored_states.split(SCORED_AT_ONCE):
             logits, _ = self._model.output_layer(states, **step.output_options)
-            score(self._model._scale_logits(logits)[:, 0], first)  # noqa: SLF001 - the model's own last step
+            scaled = self._model._scale_logits(logits)[:, 0]  # noqa: SLF001 - the model's own last step
+            score(self._of_all_ranks(scaled), first)
             first += len(states)
 
     def _swap(self, module: MegatronModule, name: str, while_stepping: Callable[..., object]) -> None:

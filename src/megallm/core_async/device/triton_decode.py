@@ -127,8 +127,7 @@ def decode_attention(
         PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
         FIELDS=FIELDS,
         num_warps=tuned.num_warps,
-        # where keys are looked up one by one, their places take stages of their own
-        num_stages=tuned.num_stages + (0 if is_tiled else 2),
+        num_stages=tuned.num_stages + (0 if is_tiled else 2),  # looking keys up one by one takes stages, too
         **({} if tuned.max_registers is None else {"maxnreg": tuned.max_registers}),
         **chained(query),
     )

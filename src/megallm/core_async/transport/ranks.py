@@ -1,0 +1,239 @@
+"""The sockets between the leader of some ranks and the others: who connects, and frames each way.
+
+The leader listens on loopback unless a host is named; where, and the secret that a rank proves itself
+with, travels over torch.distributed, to ranks of this job alone. Knows frames; knows no step and no model.
+"""
+
+import hmac
+import logging
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+import anyio
+import msgspec
+from anyio.abc import TaskStatus
+
+from megallm.core_async.errors import RankLostError
+from megallm.core_async.transport.byte_stream import ByteStream
+from megallm.core_async.transport.framing import FrameError, FrameReader, FrameWriter
+from megallm.core_async.transport.rank_frames import FromFollower, FromLeader, Join
+
+log = logging.getLogger(__name__)
+
+LOOPBACK: Final = "127.0.0.1"
+
+CONNECT_S: Final = 60.0
+"""How long the leader waits for the others: each has its address already, and does nothing else meanwhile."""
+
+JOIN_S: Final = 5.0
+"""How long a connection has to say who it is."""
+
+MAX_JOIN_BYTES: Final = 256
+
+MAX_BEHIND: Final = 64 * 2**20
+"""Bytes that a rank may be behind: it does not read any more."""
+
+
+class Meeting(msgspec.Struct, frozen=True, array_like=True):
+    """Where the leader listens, and the secret it expects."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+class RankStream[T]:
+    """Owns the socket to another rank, and what was not written yet. One task reads."""
+
+    def __init__(self, sock: socket.socket, name: int, kinds: Any) -> None:  # Any: a union of Structs
+        """`name`: the other's global rank, for errors."""
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.name = name
+        self._stream = ByteStream(sock)
+        self._reader = FrameReader[T](kinds)
+        self._rest = bytearray()
+        self._has_rest = anyio.Event()
+        self.num_frames = 0
+        """Frames written so far, and their bytes."""
+        self.num_bytes = 0
+
+    async def receive(self) -> list[T]:
+        """Waits for frames. A cancel loses nothing.
+
+        Raises: RankLostError when the other has gone, or speaks nonsense.
+        """
+        try:
+            while chunk := await self._stream.receive():
+                if frames := self._reader.feed(chunk):
+                    return frames
+        except OSError as error:
+            self._lost(f"its connection failed: {error}", error)
+        except FrameError as error:
+            self._lost(f"it sent what makes no sense: {error}", error)
+        self._lost("its connection has ended")
+
+    def put(self, frame: msgspec.Struct) -> None:
+        """Writes a frame, or keeps what the socket does not take for `flush`; see `put_bytes`."""
+        self.put_bytes(encoded(frame))
+
+    def put_bytes(self, frame: bytes | bytearray) -> None:
+        """The same for an encoded one. Raises: RankLostError when the other is far behind."""
+        self.num_frames += 1
+        self.num_bytes += len(frame)
+        if not self._rest:
+            try:
+                frame = frame[self._stream.send_now(frame) :]
+            except OSError:
+                return  # who reads from it says so
+        if frame:
+            self._rest += frame
+            self._has_rest.set()
+        if len(self._rest) > MAX_BEHIND:
+            self._lost(f"it is {len(self._rest):,} bytes behind, at most {MAX_BEHIND:,}")
+
+    async def flush(self) -> None:
+        """Writes on what the socket did not take at once, until cancelled or the other has gone."""
+        try:
+            while True:
+                await self._has_rest.wait()
+                self._has_rest = anyio.Event()
+                while self._rest:
+                    await anyio.wait_writable(self._stream.sock)
+                    del self._rest[: self._stream.send_now(self._rest)]
+        except OSError:
+            return  # who reads from it says so
+
+    async def drain(self, deadline_s: float) -> None:
+        """Ends the writing, and reads until the other has closed too, for `deadline_s` at most."""
+        self._stream.end()
+        with anyio.move_on_after(deadline_s, shield=True):
+            try:
+                while await self._stream.receive():
+                    pass
+            except OSError:
+                return
+
+    def close(self) -> None:
+        """Closes the socket; idempotent."""
+        self._stream.close()
+
+    def _lost(self, why: str, cause: Exception | None = None) -> NoReturn:
+        raise RankLostError(f"rank {self.name} is lost: {why}") from cause
+
+
+def encoded(frame: msgspec.Struct) -> bytearray:
+    """Gives a frame's bytes, the length first. Raises: FrameError when it is too long."""
+    writer = FrameWriter()
+    writer.add(frame)
+    return writer.take()
+
+
+class MeetingPlace:
+    """Owns the leader's listening socket, until all have come."""
+
+    def __init__(self, host: str | None, port: int | None) -> None:
+        """Listens. `host` None is loopback; a `port` that is taken gives another one and a warning.
+
+        Raises: OSError when the host is none of this machine's.
+        """
+        self._listener = _listening(host or LOOPBACK, port or 0)
+        address, bound_port = self._listener.getsockname()[:2]
+        self.meeting = Meeting(host=address, port=bound_port, secret=secrets.token_bytes(32))
+
+    async def followers(self, names: Sequence[int]) -> list[RankStream[FromFollower]]:
+        """Waits for every rank but the leader, and gives them in order. Closes the listening socket.
+
+        `names`: the global ranks by place. Raises: RankLostError naming who did not come.
+        """
+        streams: dict[int, RankStream[FromFollower]] = {}
+        try:
+            with anyio.move_on_after(CONNECT_S):
+                while len(streams) < len(names) - 1:
+                    await anyio.wait_readable(self._listener)
+                    await self._accept(streams, names)
+        except BaseException:
+            for stream in streams.values():
+                stream.close()
+            raise
+        finally:
+            self.close()
+        missing = [name for place, name in enumerate(names) if place and place not in streams]
+        if missing:
+            for stream in streams.values():
+                stream.close()
+            raise RankLostError(f"ranks {missing} did not connect within {CONNECT_S:g} s")
+        return [streams[place] for place in sorted(streams)]
+
+    async def _accept(self, streams: dict[int, RankStream[FromFollower]], names: Sequence[int]) -> None:
+        """Takes one connection, if it is one of ours that has not come yet."""
+        sock, address = self._listener.accept()
+        stream = ByteStream(sock)
+        place = None
+        try:
+            with anyio.move_on_after(JOIN_S):
+                place = await self._place_of(stream)
+        finally:
+            is_ours = place is not None and 0 < place < len(names) and place not in streams
+            if not is_ours:
+                stream.close()
+        if place is None or not is_ours:
+            log.warning("a connection from %s is none of this engine's ranks; it was closed", address)
+            return
+        streams[place] = RankStream(sock, names[place], FromFollower.__value__)
+
+    async def _place_of(self, stream: ByteStream) -> int | None:
+        """Gives the place that a connection proves to have: its first frame alone is read."""
+        reader = FrameReader[Join](Join, MAX_JOIN_BYTES)
+        try:
+            while chunk := await stream.receive(MAX_JOIN_BYTES):
+                frames = reader.feed(chunk)
+                if frames:
+                    is_known = len(frames) == 1 and hmac.compare_digest(
+                        frames[0].secret, self.meeting.secret
+                    )
+                    return frames[0].place if is_known else None
+        except (OSError, FrameError):
+            return None
+        return None
+
+    def close(self) -> None:
+        """Listens no more; idempotent."""
+        self._listener.close()
+
+
+async def connect(meeting: Meeting, place: int, leader: int) -> RankStream[FromLeader]:
+    """Connects a rank to its leader. Raises: RankLostError when that can't be reached."""
+    try:
+        with anyio.fail_after(CONNECT_S):
+            connected = await anyio.connect_tcp(meeting.host, meeting.port)
+            sock = connected.extra_attributes[anyio.abc.SocketAttribute.raw_socket]()
+            own = socket.socket(fileno=sock.detach() if isinstance(sock, socket.socket) else -1)
+    except (OSError, TimeoutError) as error:
+        raise RankLostError(
+            f"rank {leader}, the leader, is not reached at {meeting.host} port {meeting.port}: {error}"
+        ) from error
+    stream = RankStream[FromLeader](own, leader, FromLeader.__value__)
+    stream.put(Join(place, meeting.secret))
+    return stream
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        try:
+            sock.bind(address)
+        except OSError as error:
+            if not port:
+                raise
+            log.warning("coordinator_port %d can't be had (%s); another one is taken", port, error.strerror)
+            sock.bind((host, 0))
+        sock.listen()
+    except BaseException:
+        sock.close()
+        raise
+    return sock
