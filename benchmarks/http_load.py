@@ -50,7 +50,7 @@ class Connection(asyncio.BufferedProtocol):
         """See asyncio."""
         self._transport = cast("asyncio.Transport", transport)  # cast: uvloop's has another base
 
-    def get_buffer(self, sizehint: int) -> bytearray:
+    def get_buffer(self, sizehint: int) -> bytearray:  # noqa: ARG002 - as asyncio has it
         """See asyncio."""
         return self._buffer
 

@@ -27,7 +27,7 @@ def log_probs(num_top: int) -> LogProbs:
 def test_columns_are_in_the_messages_types() -> None:
     """The scheduler reads int32 and float32, whatever the device computed in."""
     tensors = StepTensors(sampled=sampled(True, True), log_probs=log_probs(3), scores=log_probs(1))
-    result = QueuedStep(7, tensors, TIMES).result()
+    result = QueuedStep(7, tensors, TIMES, is_captured=True).result()
     assert list(unpack_ints(result.tokens)) == [10, 11]
     assert list(unpack_floats(result.log_probs)) == [-1, -2]
     assert result.top is not None
@@ -36,6 +36,7 @@ def test_columns_are_in_the_messages_types() -> None:
     assert result.score_top is not None
     assert result.score_top.ids == pack_ints([0, 1])
     assert (result.step, result.prepare_s, result.forward_s, result.sample_s) == (7, 0.5, 1.0, 0.25)
+    assert result.is_captured
 
 
 def test_nothing_asked_is_nothing_sent() -> None:

@@ -55,6 +55,12 @@ class EngineDeadError(MegaLLMError, RuntimeError):
     http_status = 503
 
 
+class RankLostError(MegaLLMError):
+    """One of the ranks that run a model has gone, has failed or hangs; names it. Not the caller's fault."""
+
+    http_status = 503
+
+
 class RequestFailedError(MegaLLMError, RuntimeError):
     """One request can't go on: its logits, its text or its grammar failed. Not the caller's fault.
 

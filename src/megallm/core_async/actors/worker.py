@@ -7,7 +7,14 @@ from anyio.abc import TaskStatus
 
 from megallm.core_async.kit.actor import Address
 from megallm.core_async.kit.thread_actor import ThreadActor
-from megallm.core_async.messages import CollectStep, LaunchStep, ReleaseCache, RestoreCache, WorkerMessage
+from megallm.core_async.messages import (
+    CollectStep,
+    FollowStep,
+    LaunchStep,
+    ReleaseCache,
+    RestoreCache,
+    WorkerMessage,
+)
 from megallm.core_async.protocols import PendingStep, Runner
 
 
@@ -44,6 +51,9 @@ class Worker(ThreadActor[WorkerMessage]):
                 return None
             case CollectStep():
                 return self._pending.popleft().result()
+            case FollowStep(plan):
+                self._runner.launch(plan).result()
+                return None
             case ReleaseCache(keep_contents):
                 self._runner.release_cache(keep_contents=keep_contents)
                 return None

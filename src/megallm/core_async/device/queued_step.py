@@ -36,8 +36,12 @@ class StepTimes(Struct, frozen=True):
 class QueuedStep:
     """`protocols.PendingStep`: the copies to the host are queued behind the step's work."""
 
-    def __init__(self, step: int, tensors: StepTensors, times: StepTimes) -> None:
+    def __init__(
+        self, step: int, tensors: StepTensors, times: StepTimes, *, is_captured: bool = False
+    ) -> None:
+        """`is_captured`: it was replayed from a captured graph."""
         self._step = step
+        self._is_captured = is_captured
         self._times = times
         self._failed = tensors.failed
         self._tokens = self._is_finite = None
@@ -74,6 +78,7 @@ class QueuedStep:
             prepare_s=self._times.prepare_s,
             forward_s=self._times.forward_s,
             sample_s=self._times.sample_s,
+            is_captured=self._is_captured,
         )
 
     def _with_broken(self, is_finite: NDArray[np.bool_]) -> list[tuple[int, str]]:

@@ -209,7 +209,8 @@ class TorchRunner:
         places = np.flatnonzero(np.frombuffer(plan.samples, dtype=np.uint8))
         rows, count = column_of(plan.rows)[places], len(places)
         if not count:
-            return QueuedStep(plan.step, StepTensors(), StepTimes(forward_s=forwarded - started))
+            times = StepTimes(forward_s=forwarded - started)
+            return QueuedStep(plan.step, StepTensors(), times, is_captured=True)
         sampling = self._rows.sampling_of(rows)
         if sampling.is_greedy.all() and not sampling.wants_log_probs.any() and not self._has_rules(rows):
             sampled = Sampled(tokens=outputs.tokens[:count], is_finite=outputs.is_finite[:count])
@@ -219,7 +220,7 @@ class TorchRunner:
             inputs = outputs.inputs_of(rows, positions, sampling, num_top=self._rows.num_top_of(rows))
             tensors = self._sampled(outputs.logits[:count], inputs)
         times = StepTimes(forward_s=forwarded - started, sample_s=time.perf_counter() - forwarded)
-        return QueuedStep(plan.step, tensors, times)
+        return QueuedStep(plan.step, tensors, times, is_captured=True)
 
     def _set_up(self, new_rows: list[RowSetup]) -> None:
         """Takes the rules of the requests that take rows."""

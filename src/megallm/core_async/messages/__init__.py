@@ -62,6 +62,7 @@ from megallm.core_async.messages.request import (
 )
 from megallm.core_async.messages.step import (
     CollectStep,
+    FollowStep,
     LaunchStep,
     ReleaseCache,
     RestoreCache,
@@ -89,6 +90,7 @@ __all__ = [
     "FinishAll",
     "Finished",
     "Floats",
+    "FollowStep",
     "ForgetPrefixes",
     "HoldNew",
     "Ints",

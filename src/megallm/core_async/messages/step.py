@@ -98,6 +98,12 @@ class CollectStep(Ask[StepResult], frozen=True):
     """Wait for the oldest step launched and give its result."""
 
 
+class FollowStep(Ask[None], frozen=True):
+    """Run a plan that the leader of the ranks has made: answered once it has run; its result is the leader's."""
+
+    plan: StepPlan
+
+
 class ReleaseCache(Ask[None], frozen=True):
     """Give the cache's device memory back."""
 
@@ -109,4 +115,4 @@ class RestoreCache(Ask[None], frozen=True):
     """Take the cache's device memory again, with the contents that were kept."""
 
 
-type WorkerMessage = LaunchStep | CollectStep | ReleaseCache | RestoreCache
+type WorkerMessage = LaunchStep | CollectStep | FollowStep | ReleaseCache | RestoreCache

@@ -16,6 +16,8 @@ from megallm.core_async.errors import (
     InvalidRequestError,
     LifecycleError,
     MegaLLMError,
+    RankLostError,
+    UnsupportedModelError,
 )
 from megallm.core_async.messages import EngineStats, NewRequest, RequestId, TokenBatch
 
@@ -126,6 +128,8 @@ _KINDS: Final[dict[str, type[Exception]]] = {
         EngineStoppedError,
         InvalidRequestError,
         LifecycleError,
+        RankLostError,
+        UnsupportedModelError,
         ValueError,
     )
 }

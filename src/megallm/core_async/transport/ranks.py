@@ -4,8 +4,10 @@ The leader listens on loopback unless a host is named; where, and the secret tha
 with, travels over torch.distributed, to ranks of this job alone. Knows frames; knows no step and no model.
 """
 
+import errno
 import hmac
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Sequence
@@ -56,6 +58,7 @@ class RankStream[T]:
         self._reader = FrameReader[T](kinds)
         self._rest = bytearray()
         self._has_rest = anyio.Event()
+        self._is_flushing = False
         self.num_frames = 0
         """Frames written so far, and their bytes."""
         self.num_bytes = 0
@@ -83,7 +86,7 @@ class RankStream[T]:
         """The same for an encoded one. Raises: RankLostError when the other is far behind."""
         self.num_frames += 1
         self.num_bytes += len(frame)
-        if not self._rest:
+        if not self._rest and not self._is_flushing:
             try:
                 frame = frame[self._stream.send_now(frame) :]
             except OSError:
@@ -94,15 +97,17 @@ class RankStream[T]:
         if len(self._rest) > MAX_BEHIND:
             self._lost(f"it is {len(self._rest):,} bytes behind, at most {MAX_BEHIND:,}")
 
-    async def flush(self) -> None:
-        """Writes on what the socket did not take at once, until cancelled or the other has gone."""
+    async def flush(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Writes what the socket did not take at once, until cancelled or the other has gone."""
+        task_status.started()
         try:
             while True:
                 await self._has_rest.wait()
                 self._has_rest = anyio.Event()
-                while self._rest:
-                    await anyio.wait_writable(self._stream.sock)
-                    del self._rest[: self._stream.send_now(self._rest)]
+                rest, self._rest = self._rest, bytearray()
+                self._is_flushing = True
+                await self._stream.send(rest)
+                self._is_flushing = False
         except OSError:
             return  # who reads from it says so
 
@@ -134,12 +139,12 @@ def encoded(frame: msgspec.Struct) -> bytearray:
 class MeetingPlace:
     """Owns the leader's listening socket, until all have come."""
 
-    def __init__(self, host: str | None, port: int | None) -> None:
-        """Listens. `host` None is loopback; a `port` that is taken gives another one and a warning.
+    def __init__(self, host: str | None) -> None:
+        """Listens on a port that the system chooses; `host` None is loopback.
 
         Raises: OSError when the host is none of this machine's.
         """
-        self._listener = _listening(host or LOOPBACK, port or 0)
+        self._listener = _listening(host or LOOPBACK)
         address, bound_port = self._listener.getsockname()[:2]
         self.meeting = Meeting(host=address, port=bound_port, secret=secrets.token_bytes(32))
 
@@ -205,33 +210,42 @@ class MeetingPlace:
 
 
 async def connect(meeting: Meeting, place: int, leader: int) -> RankStream[FromLeader]:
-    """Connects a rank to its leader. Raises: RankLostError when that can't be reached."""
+    """Connects a rank to its leader, whose global rank is `leader`.
+
+    Raises: RankLostError when that can't be reached.
+    """
+    family, _, _, _, address = _resolved(meeting.host, meeting.port)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        with anyio.fail_after(CONNECT_S):
-            connected = await anyio.connect_tcp(meeting.host, meeting.port)
-            sock = connected.extra_attributes[anyio.abc.SocketAttribute.raw_socket]()
-            own = socket.socket(fileno=sock.detach() if isinstance(sock, socket.socket) else -1)
-    except (OSError, TimeoutError) as error:
-        raise RankLostError(
-            f"rank {leader}, the leader, is not reached at {meeting.host} port {meeting.port}: {error}"
-        ) from error
-    stream = RankStream[FromLeader](own, leader, FromLeader.__value__)
+        sock.setblocking(False)
+        error = sock.connect_ex(address)
+        if error == errno.EINPROGRESS:
+            with anyio.fail_after(CONNECT_S):
+                await anyio.wait_writable(sock)
+            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+    except BaseException as error:
+        sock.close()
+        if not isinstance(error, OSError):  # a TimeoutError is one
+            raise
+        where = f"{meeting.host} port {meeting.port}"
+        raise RankLostError(f"rank {leader} is not reached at {where}: {error}") from error
+    stream = RankStream[FromLeader](sock, leader, FromLeader.__value__)
     stream.put(Join(place, meeting.secret))
     return stream
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+def _resolved(host: str, port: int) -> Any:  # Any: an address is a tuple of the family's own shape
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+
+
+def _listening(host: str) -> socket.socket:
+    family, _, _, _, address = _resolved(host, 0)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        try:
-            sock.bind(address)
-        except OSError as error:
-            if not port:
-                raise
-            log.warning("coordinator_port %d can't be had (%s); another one is taken", port, error.strerror)
-            sock.bind((host, 0))
+        sock.bind(address)
         sock.listen()
     except BaseException:
         sock.close()
