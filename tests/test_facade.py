@@ -1,13 +1,15 @@
 """What both facades have in common: properties by megatron's names, and the rules of the mode."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
 
+from megallm import MegaLLMError
 from megallm.core_async.builder import build
-from megallm.core_async.facade import LLMBase
+from megallm.core_async.facade import LLMBase, loaded
 from tests.fakes import FakeTokenizer
 from tests.small_llm import greedy, make_llm, settings, shared_model, sync_llm
 
@@ -89,3 +91,13 @@ def test_a_failed_construction_leaves_nothing_behind() -> None:
         make_llm(config=settings(max_tokens=0))
     with sync_llm() as llm:
         assert torch.is_tensor(llm.generate("A", greedy(1))[0].prompt_tokens)
+
+
+def test_a_model_is_given_as_a_module_or_as_what_load_model_takes(tmp_path: Path) -> None:
+    """One line from a name to answers; a module brings its tokenizer along, since none is in it."""
+    model, tokenizer = shared_model(), FakeTokenizer()
+    assert loaded(model, tokenizer) == (model, tokenizer)
+    with pytest.raises(TypeError, match="tokenizer is None and model is a module; give the tokenizer"):
+        loaded(model, None)
+    with pytest.raises(MegaLLMError, match="nowhere"):
+        loaded(str(tmp_path / "nowhere"), None)

@@ -126,3 +126,14 @@ def test_what_has_neither_interface_is_refused_by_class(wrong: object) -> None:
         TypeError, match=rf"tokenizer is a {type(wrong).__name__} without tokenize/detokenize"
     ):
         TokenizerAdapter(wrong)
+
+
+def test_an_answer_ends_at_every_end_that_the_checkpoint_names() -> None:
+    """Chat models end a turn with another token than a text; with the eod alone they would talk on."""
+
+    class Ends(FakeTokenizer):
+        stop_ids = (2, 7)
+
+    assert TokenizerAdapter(Ends()).end_ids == (2, 7)
+    fake = TokenizerAdapter(FakeTokenizer())
+    assert fake.end_ids == (() if fake.eod is None else (fake.eod,))

@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,10 +16,8 @@ def test_options_become_the_parameters_of_their_names() -> None:
     options = parser.parse_args(
         ["--temperature", "0.5", "--top-k", "4", "--seed", "3", "--stop", "a", "--json-schema", schema]
     )
-    params = sampling_params(options, SimpleNamespace(stop_ids=[2, 7]))
+    params = sampling_params(options)
     assert (params.num_tokens_to_generate, params.temperature, params.top_k, params.seed) == (9, 0.5, 4, 3)
-    assert params.stop_token_ids == [2, 7]
-    assert sampling_params(options, object()).stop_token_ids is None
     assert (params.stop_words, params.json_schema) == (["a"], {"type": "object"})
 
 

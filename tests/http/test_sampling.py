@@ -48,7 +48,7 @@ def test_all_fields_reach_the_engine() -> None:
         priority=3,
         cache_salt="s",
     )
-    resolved = resolve(params_of(request, num_top=2), eod=9, vocab_size=10)
+    resolved = resolve(params_of(request, num_top=2), end_ids=[9], vocab_size=10)
     sampling = resolved.sampling
     assert (sampling.min_p, sampling.seed, sampling.num_top) == (0.1, SEEDS - 1, 2)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)

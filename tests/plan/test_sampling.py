@@ -19,9 +19,11 @@ def resolved(**fields: Any) -> Resolved:  # Any: fields of many types, wrong one
     return resolved_from(SamplingParams(**fields))
 
 
-def resolved_from(params: Any, eod: int | None = EOD) -> Resolved:  # Any: megatron's class, or ours
+def resolved_from(
+    params: Any, end_ids: tuple[int, ...] = (EOD,)
+) -> Resolved:  # Any: megatron's class, or ours
     """Gives what a given object comes to."""
-    return resolve(params, eod=eod, vocab_size=100)
+    return resolve(params, end_ids=end_ids, vocab_size=100)
 
 
 def test_defaults_are_megatrons() -> None:
@@ -207,7 +209,7 @@ def test_what_ends_the_output(fields: dict[str, Any], ids: tuple[int, ...]) -> N
 
 def test_a_tokenizer_without_an_end_never_ends() -> None:
     """The budget ends the output then."""
-    assert resolved_from(SamplingParams(), eod=None).stop_token_ids == ()
+    assert resolved_from(SamplingParams(), end_ids=()).stop_token_ids == ()
 
 
 def test_stop_words_come_once_each_in_order() -> None:

@@ -289,9 +289,9 @@ def test_parameters_of_an_older_or_a_newer_version_are_read_field_by_field() -> 
         temperature=1.0, top_k=0, top_p=0.0, num_tokens_to_generate=3, termination_id=None
     )
     new: Any = types.SimpleNamespace(**vars(old), streaming_interval=4, do_kv_handoff=False, from_2030="x")
-    assert resolve(old, eod=7, vocab_size=96) == resolve(new, eod=7, vocab_size=96)
+    assert resolve(old, end_ids=[7], vocab_size=96) == resolve(new, end_ids=[7], vocab_size=96)
     plain: Any = MegatronSamplingParams(num_tokens_to_generate=3)
-    assert resolve(old, eod=7, vocab_size=96) == resolve(plain, eod=7, vocab_size=96)
+    assert resolve(old, end_ids=[7], vocab_size=96) == resolve(plain, end_ids=[7], vocab_size=96)
 
 
 def test_a_config_of_a_newer_version_is_taken() -> None:

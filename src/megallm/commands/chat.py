@@ -107,7 +107,7 @@ class _Conversation:
     def __init__(self, tokenizer: Any, llm: Streamer, options: argparse.Namespace) -> None:  # Any: see Load
         self._tokenizer = tokenizer
         self._llm = llm
-        self._params = sampling_params(options, tokenizer)
+        self._params = sampling_params(options)
         self._system: str | None = options.system
         self._messages: list[dict[str, str]] = []
         self.clear()

@@ -87,7 +87,7 @@ def run(
     prompts = read_prompts(options, stdin)
     started = time.perf_counter()
     model, tokenizer = load(options.model, options.threads)
-    params = sampling_params(options, tokenizer)
+    params = sampling_params(options)
     inputs = [_model_input(prompt, tokenizer, is_raw=options.raw) for prompt in prompts]
     with open_engine(model, tokenizer) as llm:
         loaded = time.perf_counter()

@@ -32,10 +32,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     )
 
 
-def sampling_params(
-    options: argparse.Namespace, tokenizer: Any
-) -> Any:  # Any: megatron's dataclass is untyped
-    """Gives the parameters that the options ask for; answers end where the tokenizer says they do."""
+def sampling_params(options: argparse.Namespace) -> Any:  # Any: megatron's dataclass is untyped
+    """Gives the parameters that the options ask for."""
     from megallm import SamplingParams
 
     return SamplingParams(
@@ -45,7 +43,6 @@ def sampling_params(
         top_p=options.top_p,
         seed=options.seed,
         stop_words=options.stop,
-        stop_token_ids=getattr(tokenizer, "stop_ids", None) or None,
         json_schema=options.json_schema,
     )
 

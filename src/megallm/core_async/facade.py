@@ -1,8 +1,10 @@
 """What MegatronLLM and MegatronAsyncLLM have in common: construction, properties, the mode's rules."""
 
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
 from torch import distributed
 
@@ -45,6 +47,24 @@ def takes_long(prompts: Prompts, sampling_params: Params) -> bool:
     given = sampling_params if isinstance(sampling_params, list) else [sampling_params]
     has_grammar = any(getattr(params, field, None) is not None for params in given for field in FIELDS)
     return has_grammar or num_characters > LONG_CALL
+
+
+def loaded(  # Any: a tokenizer of either interface
+    model: torch.nn.Module | str | Path, tokenizer: Any
+) -> tuple[torch.nn.Module, Any]:
+    """Gives a model and its tokenizer: of a name or path, what `load_model` gives.
+
+    `tokenizer`: with a name or path one of its own, or where to take it from; None is the checkpoint's.
+
+    Raises: TypeError for a module without a tokenizer; as `load_model`.
+    """
+    if isinstance(model, str | Path):
+        from megallm.models import load_model  # noqa: PLC0415 - above this floor, and of no use to most
+
+        return load_model(model, tokenizer=tokenizer)
+    if tokenizer is None:
+        raise TypeError("tokenizer is None and model is a module; give the tokenizer that belongs to it")
+    return model, tokenizer
 
 
 class LLMBase:

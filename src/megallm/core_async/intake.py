@@ -83,7 +83,9 @@ class Intake:
         for prompt, params in zip(checked, all_params, strict=True):
             resolved = resolved_by_id.get(id(params))
             if resolved is None:
-                resolved = resolve(params, eod=self._tokenizer.eod, vocab_size=self._config.vocab_size)
+                resolved = resolve(
+                    params, end_ids=self._tokenizer.end_ids, vocab_size=self._config.vocab_size
+                )
                 self._check_bos(resolved)
                 if resolved.sampling.grammar:
                     self._matchers.check(resolved.sampling.grammar)

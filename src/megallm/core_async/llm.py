@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,7 +15,7 @@ from megatron.core.inference.config import InferenceConfig
 from megallm.core_async.builder import build
 from megallm.core_async.config import check_epoch
 from megallm.core_async.errors import EngineStoppedError
-from megallm.core_async.facade import LLMBase, Params, scoring_params, takes_long
+from megallm.core_async.facade import LLMBase, Params, loaded, scoring_params, takes_long
 from megallm.core_async.generation import Drafts, run_to_completion
 from megallm.core_async.host import EngineHost
 from megallm.core_async.intake import Call
@@ -43,8 +44,8 @@ class MegatronAsyncLLM(LLMBase):
     def __init__(  # the public API
         self,
         *,
-        model: torch.nn.Module,
-        tokenizer: Any,  # megatron's interface or Hugging Face's
+        model: torch.nn.Module | str | Path,
+        tokenizer: Any = None,  # megatron's interface or Hugging Face's
         inference_config: InferenceConfig | None = None,
         use_coordinator: bool = True,
         coordinator_host: str | None = None,
@@ -58,9 +59,10 @@ class MegatronAsyncLLM(LLMBase):
 
         Raises: ValueError and TypeError naming argument, value and remedy; UnsupportedModelError.
         """
+        module, its_tokenizer = loaded(model, tokenizer)
         parts = build(
-            model=model,
-            tokenizer=tokenizer,
+            model=module,
+            tokenizer=its_tokenizer,
             inference_config=inference_config,
             use_coordinator=use_coordinator,
             coordinator_host=coordinator_host,

@@ -12,7 +12,8 @@ class SamplingParams(MegatronSamplingParams):
 
     megatron-core's fields keep their meaning: `temperature` 0 is greedy, `top_k` 0 and `top_p` 0
     are off, `num_tokens_to_generate` None fills the context, `termination_id` None is the
-    tokenizer's eod and -1 is never. A plain megatron-core object is accepted wherever this one is.
+    tokenizer's eod, with the other ends that its checkpoint names, and -1 is never. A plain
+    megatron-core object is accepted wherever this one is.
     """
 
     min_p: float = 0.0

@@ -22,6 +22,8 @@ class TokenizerAdapter:
         self._encode, self._decode = _functions(tokenizer)
         self.bos: int | None = _token_id(tokenizer, "bos", "bos_id", "bos_token_id")
         self.eod: int | None = _token_id(tokenizer, "eod", "eos_id", "eos_token_id")
+        self.end_ids: tuple[int, ...] = _end_ids(tokenizer, self.eod)
+        """Ids that end an answer: eod, and the checkpoint's others where the tokenizer knows them."""
 
     @property
     def vocab_size(self) -> int:
@@ -51,6 +53,12 @@ class TokenizerAdapter:
             return self._decode(list(tokens))
         except Exception as error:
             raise RequestFailedError(f"the tokenizer can't give its text: {_said(error)}") from error
+
+
+def _end_ids(tokenizer: object, eod: int | None) -> tuple[int, ...]:
+    """Gives what megallm's own tokenizers call `stop_ids`; of another one its eod."""
+    of_checkpoint: list[int] = getattr(tokenizer, "stop_ids", [])
+    return tuple(of_checkpoint) or (() if eod is None else (eod,))
 
 
 def _said(error: Exception) -> str:

@@ -92,7 +92,6 @@ async def serve(listener: socket.socket, engine: socket.socket) -> int:
         tasks.start_soon(end_with_engine)
         gc.collect()
         gc.freeze()  # what is there now stays; the collector need not look at it again
-        gc.set_threshold(20_000, 20, 20)
         remote.say_ready()
         await server.run()
         has_engine_ended = remote.has_ended.is_set()  # as it has once our own end of the socket is closed

@@ -55,9 +55,9 @@ def describe(adapter: TokenizerAdapter) -> TokenizerSpec:
     """
     spec = _spec_of(adapter.wrapped)
     copy = TokenizerAdapter(build(spec))
-    named = (adapter.bos, adapter.eod), (copy.bos, copy.eod)
+    named = (adapter.bos, adapter.end_ids), (copy.bos, copy.end_ids)
     if named[0] != named[1]:
-        raise UnportableTokenizerError(f"its bos and eod are {named[0]}, and {named[1]} in a copy of it")
+        raise UnportableTokenizerError(f"its bos and its ends are {named[0]}, and {named[1]} in a copy of it")
     for text in PROBES:
         if not _agree(adapter, copy, text):
             raise UnportableTokenizerError(f"a copy of it treats {text!r} otherwise")
@@ -136,7 +136,13 @@ class FastTokenizer:
 
 def _spec_of(tokenizer: object) -> TokenizerSpec:
     if isinstance(tokenizer, BackendTokenizer):
-        ids = SpecialIds(bos=tokenizer.bos, eos=tokenizer.eod, pad=tokenizer.pad, unk=tokenizer.unk)
+        ids = SpecialIds(
+            bos=tokenizer.bos,
+            eos=tokenizer.eod,
+            pad=tokenizer.pad,
+            unk=tokenizer.unk,
+            stops=tuple(tokenizer.stop_ids),
+        )
         return TokenizerSpec(
             kind="byte_level" if isinstance(tokenizer, ByteLevelTokenizer) else "piece",
             backend=tokenizer.to_json(),

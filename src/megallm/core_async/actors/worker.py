@@ -52,7 +52,9 @@ class Worker(ThreadActor[WorkerMessage]):
             case CollectStep():
                 return self._pending.popleft().result()
             case FollowStep(plan):
-                self._runner.launch(plan).result()
+                self._pending.append(self._runner.launch(plan))
+                while len(self._pending) > 1:  # the device has its next work before its last is waited for
+                    self._pending.popleft().result()
                 return None
             case ReleaseCache(keep_contents):
                 self._runner.release_cache(keep_contents=keep_contents)

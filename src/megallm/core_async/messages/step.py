@@ -99,7 +99,10 @@ class CollectStep(Ask[StepResult], frozen=True):
 
 
 class FollowStep(Ask[None], frozen=True):
-    """Run a plan that the leader of the ranks has made: answered once it has run; its result is the leader's."""
+    """Queue the work of a plan that the leader of the ranks has made; its result is the leader's to collect.
+
+    Answered once the plan before it has run.
+    """
 
     plan: StepPlan
 

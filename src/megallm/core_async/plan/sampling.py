@@ -4,6 +4,7 @@ Reads the public object by attribute: megatron-core's own class lacks our fields
 versions may lack some of theirs.
 """
 
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 from msgspec import Struct
@@ -50,9 +51,10 @@ class Resolved(Struct, frozen=True, gc=False):
     salt: str
 
 
-def resolve(params: ParamsFields, *, eod: int | None, vocab_size: int) -> Resolved:
+def resolve(params: ParamsFields, *, end_ids: Sequence[int], vocab_size: int) -> Resolved:
     """Checks every field and fills in the defaults; `params` is not changed.
 
+    `end_ids`: what ends an answer unless `params` names a termination id.
     Raises: TypeError and ValueError naming field, value and range.
     """
     num_new = _optional_integer(params, "num_tokens_to_generate", 0, None)
@@ -63,7 +65,7 @@ def resolve(params: ParamsFields, *, eod: int | None, vocab_size: int) -> Resolv
         )
     wants_log_probs = _boolean(params, "return_log_probs")
     min_new = _integer(params, "min_tokens", 0, num_new, 0)
-    stop_token_ids = _stop_token_ids(params, eod, vocab_size)
+    stop_token_ids = _stop_token_ids(params, end_ids, vocab_size)
     if min_new and len(stop_token_ids) >= vocab_size:
         raise ValueError(
             f"min_tokens is {min_new} and stop_token_ids is the whole vocabulary, so that no token could come"
@@ -122,11 +124,11 @@ def _logit_bias(params: object, vocab_size: int) -> tuple[tuple[int, float], ...
     )
 
 
-def _stop_token_ids(params: object, eod: int | None, vocab_size: int) -> tuple[int, ...]:
+def _stop_token_ids(params: object, end_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     ids: list[int] = []
     termination_id = _optional_integer(params, "termination_id", -1, vocab_size - 1)
-    if termination_id is None and eod is not None and not _boolean(params, "ignore_eos"):
-        ids.append(eod)
+    if termination_id is None and not _boolean(params, "ignore_eos"):
+        ids += end_ids
     elif termination_id is not None and termination_id >= 0:
         ids.append(termination_id)
     more: object = getattr(params, "stop_token_ids", None)

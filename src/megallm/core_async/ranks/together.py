@@ -1,0 +1,64 @@
+"""Calls that the program of every rank makes: which ranks have made the next one."""
+
+from collections.abc import Callable, Sequence
+
+from megallm.core_async.errors import ActorGone, LifecycleError
+from megallm.core_async.kit.reply import Reply
+
+SHUTDOWN = "shutdown"
+"""The call after which a rank makes no other."""
+
+
+class Gathering:
+    """The leader's books of the other ranks' calls. Calls pair by their number: each rank counts its own."""
+
+    def __init__(self, names: Sequence[int]) -> None:
+        """`names`: the global ranks of the others."""
+        self._names = names
+        self._made: dict[int, dict[int, str]] = {}
+        """By the call's number: who has made it, and its name."""
+        self._leaving: set[int] = set()
+        self._waiting: tuple[int, Reply[None]] | None = None
+        self._next = 0
+
+    def note(self, name: int, number: int, call: str) -> None:
+        """Notes that a rank has made a call."""
+        self._made.setdefault(number, {})[name] = call
+        if call == SHUTDOWN:
+            self._leaving.add(name)
+        self._look()
+
+    def fail(self, make_error: Callable[[], ActorGone]) -> None:
+        """Ends whoever waits."""
+        if self._waiting is not None:
+            self._waiting[1].fail(make_error())
+
+    async def gathered(self, call: str) -> int:
+        """Waits until every rank has made this rank's next call, and gives its number.
+
+        Raises: LifecycleError where another rank made another call; ActorGone.
+        """
+        number, self._next = self._next, self._next + 1
+        reply = Reply[None]()
+        self._waiting = number, reply
+        try:
+            self._look()
+            await reply.wait()
+        finally:
+            self._waiting = None
+            made = self._made.pop(number, {})
+        others = {**{name: SHUTDOWN for name in self._leaving}, **made}
+        for name, other in sorted(others.items()):
+            if other != call:
+                raise LifecycleError(
+                    f"rank {name} called {other}() where this rank called {call}(): with several ranks every"
+                    " rank's program makes the same calls, in the same order"
+                )
+        return number
+
+    def _look(self) -> None:
+        if self._waiting is None:
+            return
+        number, reply = self._waiting
+        if set(self._names) <= self._made.get(number, {}).keys() | self._leaving:
+            reply.set(None)

@@ -1,0 +1,83 @@
+"""Waiting for what other ranks take part in: a rank that does not answer meanwhile is lost.
+
+A step has no length that is too long, but a rank whose loop answers is there. So after some seconds the
+others are asked, and only who does not answer is given up; and at a deadline, everybody.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Protocol
+
+import anyio
+from msgspec import Struct
+
+from megallm.core_async.errors import RankLostError
+from megallm.core_async.transport.rank_frames import AskWhere
+
+PATIENCE_S: Final = 3.0
+"""How long a wait may be before the other ranks are asked whether they are there, each time."""
+
+ANSWER_S: Final = 3.0
+"""How long they have to answer."""
+
+STEP_S: Final = 600.0
+"""How long a step may take: a thread may hang while its rank's loop answers."""
+
+
+class Peer(Protocol):
+    """Another rank."""
+
+    @property
+    def name(self) -> int: ...
+
+    def put(self, frame: Struct) -> None: ...
+
+
+class Watch:
+    """Asks ranks whether they are there. Used by one task; `answered` is called by whoever reads."""
+
+    def __init__(self, peers: Sequence[Peer], own_name: int, *, step_s: float = STEP_S) -> None:
+        self._peers = peers
+        self._own_name = own_name
+        self._step_s = step_s
+        self._silent: set[int] = set()
+        self._num_steps: dict[int, int] = {}
+        """What each rank said last: how many steps it has run."""
+        self._all_answered = anyio.Event()
+
+    def answered(self, name: int, num_steps: int) -> None:
+        """Notes a rank's answer."""
+        self._num_steps[name] = num_steps
+        self._silent.discard(name)
+        if not self._silent:
+            self._all_answered.set()
+
+    async def wait_for[T](self, wait: Callable[[], Awaitable[T]], num_steps: int) -> T:
+        """Waits as `wait` does, which is called again after each time that it was cut short.
+
+        `num_steps`: that this rank has run. Raises: what `wait` raises; RankLostError naming who is lost.
+        """
+        deadline = anyio.current_time() + self._step_s
+        while True:
+            with anyio.move_on_after(min(PATIENCE_S, self._step_s)):
+                return await wait()
+            await self._ask()
+            if anyio.current_time() >= deadline:
+                steps = {self._own_name: num_steps, **self._num_steps}
+                last = min(steps.values())
+                behind = sorted(name for name, done in steps.items() if done == last)
+                raise RankLostError(
+                    f"rank {behind[0]} hangs: step {last + 1} has not ended on ranks {behind}"
+                    f" in {self._step_s:g} s"
+                )
+
+    async def _ask(self) -> None:
+        self._silent = {peer.name for peer in self._peers}
+        self._all_answered = anyio.Event()
+        for peer in self._peers:
+            peer.put(AskWhere())
+        with anyio.move_on_after(ANSWER_S):
+            await self._all_answered.wait()
+            return
+        raise RankLostError(
+            f"rank {min(self._silent)} is lost: it has not answered for {ANSWER_S:g} s, while a step takes long"
+        )
