@@ -175,7 +175,7 @@ class ModelTokenizer(ABC):
     @property
     def stop_ids(self) -> list[int]:
         """Gives every id that ends an answer, the eos among them (a list of the caller's own)."""
-        ids = [self._special_ids.eos, *self._special_ids.stops]
+        ids = [self.eod, *self._special_ids.stops]
         return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
     bos_id = bos

@@ -6,9 +6,9 @@ messages and frames; knows no request.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Final, assert_never
+from typing import Final, assert_never
 
 import anyio
 import msgspec
@@ -16,7 +16,7 @@ from anyio.abc import TaskStatus
 from msgspec import Struct
 
 from megallm.core_async.device.rank_group import Ranks
-from megallm.core_async.errors import ActorGone, LifecycleError, RankLostError
+from megallm.core_async.errors import ActorGone, RankLostError
 from megallm.core_async.kit.reply import Reply, gone_error
 from megallm.core_async.kit.supervisor import Supervisor
 from megallm.core_async.messages import (
@@ -51,6 +51,9 @@ from megallm.core_async.transport.ranks import MeetingPlace, RankStream, encoded
 DRAIN_S: Final = 5.0
 """How long a stop waits for the steps in flight, and then for the other ranks to end."""
 
+LOST_DRAIN_S: Final = 1.0
+"""The same after a failure: one of them may hang."""
+
 
 class _Job(Struct, eq=False):
     """What the engine waits for: its own rank's answer, and the other ranks' where they give one."""
@@ -72,7 +75,7 @@ class Leader:
         host: str | None = None,
         step_s: float = STEP_S,
     ) -> None:
-        """`why` gives what ended the engine, where that was not a rank; `host`: to listen on, not loopback."""
+        """`why` gives what has ended the engine, where that was no rank; `host`: to listen on, not loopback."""
         self._ranks = ranks
         self._why = why
         self._host = host
@@ -213,9 +216,7 @@ class Leader:
             return
         self._has_gone = True
         self._own.is_explained.set()
-        cause = self._failure or self._why()
-        end = End(fault_of(cause if not isinstance(cause.__cause__, Exception) else cause))
-        self._to_all(end)
+        self._to_all(End(fault_of(self._failure or self._why())))
         while self._jobs:
             self._jobs.popleft().reply.fail(self._make_gone())
         self.calls.fail(self._make_gone)
@@ -226,7 +227,7 @@ class Leader:
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as tasks:
                     for stream in self._streams:
-                        tasks.start_soon(stream.drain, DRAIN_S)
+                        tasks.start_soon(stream.drain, DRAIN_S if self._failure is None else LOST_DRAIN_S)
         finally:
             for stream in self._streams:
                 stream.close()

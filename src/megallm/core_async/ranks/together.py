@@ -33,12 +33,17 @@ class Gathering:
         if self._waiting is not None:
             self._waiting[1].fail(make_error())
 
-    async def gathered(self, call: str) -> int:
-        """Waits until every rank has made this rank's next call, and gives its number.
+    def next_number(self) -> int:
+        """Gives the number of this rank's next call."""
+        number, self._next = self._next, self._next + 1
+        return number
+
+    async def gathered(self, number: int, call: str) -> None:
+        """Waits until every rank has made the call of that number. One at a time.
 
         Raises: LifecycleError where another rank made another call; ActorGone.
         """
-        number, self._next = self._next, self._next + 1
+        assert self._waiting is None, f"{call}() was called while another call waits for the other ranks"
         reply = Reply[None]()
         self._waiting = number, reply
         try:
@@ -54,7 +59,6 @@ class Gathering:
                     f"rank {name} called {other}() where this rank called {call}(): with several ranks every"
                     " rank's program makes the same calls, in the same order"
                 )
-        return number
 
     def _look(self) -> None:
         if self._waiting is None:

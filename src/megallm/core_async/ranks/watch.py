@@ -13,7 +13,7 @@ from msgspec import Struct
 from megallm.core_async.errors import RankLostError
 from megallm.core_async.transport.rank_frames import AskWhere
 
-PATIENCE_S: Final = 3.0
+PATIENCE_S: Final = 2.0
 """How long a wait may be before the other ranks are asked whether they are there, each time."""
 
 ANSWER_S: Final = 3.0

@@ -1,0 +1,94 @@
+"""The lifecycle calls of a facade: of one rank, or of the programs of all ranks together.
+
+With several ranks each call waits until every rank's program has made it, the leader does it, and all return
+together: a trainer that changes its own rank's weights between `suspend` and `resume` is not overtaken.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from megallm.core_async.engine import Engine
+from megallm.core_async.errors import ActorGone, LifecycleError
+from megallm.core_async.ranks.follower import Follower
+from megallm.core_async.ranks.leader import Leader
+from megallm.core_async.transport.frames import fault_of
+from megallm.core_async.transport.rank_frames import CallEnded
+
+
+class Calls:
+    """The calls of an engine of one rank."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def pause(self, mode: str = "keep") -> None:
+        """See Engine."""
+        await self._together("pause", lambda: self._engine.pause(mode))
+
+    async def unpause(self) -> None:
+        """See Engine."""
+        await self._together("unpause", self._engine.unpause)
+
+    async def suspend(self) -> None:
+        """See Engine."""
+        await self._together("suspend", self._engine.suspend)
+
+    async def resume(self) -> None:
+        """See Engine."""
+        await self._together("resume", self._engine.resume)
+
+    async def set_generation_epoch(self, epoch: object) -> None:
+        """See Engine."""
+        await self._together("set_generation_epoch", lambda: self._engine.set_generation_epoch(epoch))
+
+    async def wait_for_leader(self) -> None:
+        """Waits, on a rank that follows, until the leader has shut down."""
+
+    async def _together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+        """Makes a call of the engine. `name`: of the call, for the other ranks."""
+        del name
+        await call()
+
+
+class LeaderCalls(Calls):
+    """The same where other ranks follow: they return with this one, with what it raised."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.leader: Leader | None = None
+        """Known once the engine has started."""
+
+    async def _together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+        self._engine.check_alive()
+        leader = self.leader
+        assert leader is not None, "the engine runs without a leader"
+        number = leader.calls.next_number()
+        try:
+            await leader.calls.gathered(number, name)
+            await call()
+        except ActorGone as gone:
+            error = self._engine.error()
+            raise error from error.__cause__ or gone
+        except Exception as error:
+            leader.to_all(CallEnded(number, fault_of(error)))
+            raise
+        except BaseException:
+            given_up = LifecycleError(f"the leader's {name}() was cancelled")
+            leader.to_all(CallEnded(number, fault_of(given_up)))
+            raise
+        leader.to_all(CallEnded(number))
+
+
+class FollowerCalls(Calls):
+    """The calls of a rank that follows."""
+
+    def __init__(self, engine: Follower) -> None:
+        super().__init__(engine)
+        self._follower = engine
+
+    async def wait_for_leader(self) -> None:
+        """See Calls."""
+        await self._follower.wait_for_leader()
+
+    async def _together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+        del call
+        await self._follower.call_made(name)

@@ -1,0 +1,233 @@
+"""A rank that follows: it runs the leader's plans, and ends when the leader ends.
+
+An `Engine` that has a worker and, in place of scheduler and pump, the socket to the leader. Calls of its own
+program pair with those of the leader's.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from typing import assert_never
+
+import anyio
+import msgspec
+from anyio.abc import TaskStatus
+from msgspec import Struct
+
+from megallm.core_async.actors.detokenizer import Parcel
+from megallm.core_async.config import EngineConfig
+from megallm.core_async.device.rank_group import Ranks
+from megallm.core_async.engine import Engine
+from megallm.core_async.errors import EngineStoppedError, RankLostError
+from megallm.core_async.kit.foreign import poster
+from megallm.core_async.kit.outbox import Outbox, Outboxes
+from megallm.core_async.kit.reply import Reply
+from megallm.core_async.kit.supervisor import Supervisor
+from megallm.core_async.messages import FollowStep, NewRequest, ReleaseCache, RestoreCache
+from megallm.core_async.plan.phases import Phase
+from megallm.core_async.protocols import Runner, Tokenizer
+from megallm.core_async.ranks.blame import RankWorker
+from megallm.core_async.ranks.together import SHUTDOWN
+from megallm.core_async.ranks.watch import STEP_S, Watch
+from megallm.core_async.transport.frames import error_of, fault_of
+from megallm.core_async.transport.rank_frames import (
+    AskWhere,
+    CacheChanged,
+    CallEnded,
+    CallMade,
+    ChangeCache,
+    End,
+    Failed,
+    FromLeader,
+    Go,
+    Here,
+    RunStep,
+    Started,
+)
+from megallm.core_async.transport.ranks import Meeting, RankStream, connect
+
+
+class _Job(Struct, eq=False):
+    """What the worker does for the leader, and the frame that says so, if one does."""
+
+    reply: Reply[None]
+    answer: CacheChanged | None
+
+
+class Follower(Engine):
+    """One rank's part of an engine whose leader is another. `run` is its task."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        ranks: Ranks,
+        *,
+        step_s: float = STEP_S,
+    ) -> None:
+        """Nothing starts before `run`."""
+        super().__init__(config, runner, tokenizer)
+        self._ranks = ranks
+        self._own_name = ranks.names[ranks.place]
+        self._step_s = step_s
+        self._leader: RankStream[FromLeader] | None = None
+        self._numbers = count()
+        self._calls: dict[int, Reply[None]] = {}
+
+    # ---- running -------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Follows the leader until that stops, a failure, or a cancel; ready once every rank is.
+
+        Raises: what the start of this rank raised; RankLostError when another's failed.
+        """
+        try:
+            await super().run(task_status=task_status)
+        finally:
+            self._fail_calls()
+            if self._leader is not None:
+                self._leader.close()
+
+    def _build(self) -> None:
+        self._post = poster()
+        self._is_built = True
+        self._outboxes = Outboxes[Parcel](lambda: None)
+        self._stop_asked = anyio.Event()
+        self._has_ended = anyio.Event()
+        self._rank_worker = RankWorker(self._runner, self._own_name, self._report)
+        self._jobs: deque[_Job] = deque()
+        self._has_jobs = anyio.Event()
+        self._num_done = 0
+        self._has_gone_on = anyio.Event()
+
+    async def _start(self, supervisor: Supervisor) -> None:
+        records = await anyio.to_thread.run_sync(self._ranks.exchange, b"", abandon_on_cancel=True)
+        meeting = msgspec.msgpack.decode(records[0], type=Meeting)
+        leader = self._leader = await connect(meeting, self._ranks.place, self._ranks.names[0])
+        self._watch = Watch([leader], self._own_name, step_s=self._step_s)
+        await supervisor.start("to the leader", leader.flush)
+        try:
+            await supervisor.start("worker", self._rank_worker.run)
+        except Exception as error:
+            self._tell_failure(RankLostError(f"rank {self._own_name} did not start: {error}"))
+            raise
+        leader.put(Started())
+        await supervisor.start("from the leader", partial(self._read, leader))
+        await supervisor.start("jobs", partial(self._do_jobs, leader))
+        await self._has_gone_on.wait()
+
+    def _report(self, failure: RankLostError) -> None:
+        """Tells the leader of a failure, from the worker's thread: it says in return what all end with."""
+        self.post(partial(self._tell_failure, failure))
+
+    def _tell_failure(self, failure: RankLostError) -> None:
+        if self._leader is not None:
+            self._leader.put(Failed(fault_of(failure)))
+
+    # ---- the leader ----------------------------------------------------------------------------
+
+    async def _read(self, leader: RankStream[FromLeader], *, task_status: TaskStatus[None]) -> None:
+        task_status.started()
+        try:
+            while not self._is_stopping:
+                for frame in await leader.receive():
+                    self._take(leader, frame)
+        finally:
+            self._rank_worker.is_explained.set()
+
+    def _take(self, leader: RankStream[FromLeader], frame: FromLeader) -> None:
+        worker = self._rank_worker.address
+        match frame:
+            case RunStep(plan):
+                self._add(_Job(worker.send(FollowStep(plan)), None))
+            case ChangeCache(is_release, keep_contents):
+                change = ReleaseCache(keep_contents) if is_release else RestoreCache()
+                self._add(_Job(worker.send(change), CacheChanged()))
+            case CallEnded(number, fault):
+                reply = self._calls.pop(number, None)
+                if reply is not None and fault is not None:
+                    reply.fail(error_of(fault))
+                elif reply is not None:
+                    reply.set(None)
+            case AskWhere():
+                leader.put(Here(self._num_done))
+            case Here(num_steps):
+                self._watch.answered(leader.name, num_steps)
+            case Go():
+                self._has_gone_on.set()
+            case End(fault):
+                error = error_of(fault)
+                if not isinstance(error, EngineStoppedError):
+                    raise error
+                self._is_stopping = True
+                self._stop_asked.set()
+            case _:
+                assert_never(frame)
+
+    def _add(self, job: _Job) -> None:
+        self._jobs.append(job)
+        self._has_jobs.set()
+
+    async def _do_jobs(self, leader: RankStream[FromLeader], *, task_status: TaskStatus[None]) -> None:
+        """Waits for what the worker does, in order; the leader is watched meanwhile."""
+        task_status.started()
+        while True:
+            await self._has_jobs.wait()
+            self._has_jobs = anyio.Event()
+            while self._jobs:
+                job = self._jobs[0]
+                await self._watch.wait_for(job.reply.wait, self._num_done)
+                self._jobs.popleft()
+                if job.answer is None:
+                    self._num_done += 1
+                else:
+                    leader.put(job.answer)
+
+    # ---- calls ---------------------------------------------------------------------------------
+
+    async def call_made(self, name: str) -> None:
+        """Waits until the leader's call of that name is over.
+
+        Raises: what the leader's call raised; EngineStoppedError, EngineDeadError.
+        """
+        self.check_alive()
+        number = next(self._numbers)
+        reply = self._calls[number] = Reply[None]()
+        self._say_made(number, name)
+        await reply.wait()
+
+    async def wait_for_leader(self) -> None:
+        """Waits until the leader has shut down, or anything else has ended the engine."""
+        if self._is_started and not self._has_ended.is_set():
+            self._say_made(next(self._numbers), SHUTDOWN)
+            await self._has_ended.wait()
+
+    def _say_made(self, number: int, name: str) -> None:
+        assert self._leader is not None, "a call before the start"
+        self._leader.put(CallMade(number, name))
+
+    def _fail_calls(self) -> None:
+        while self._calls:
+            self._calls.popitem()[1].fail(self.error())
+
+    @property
+    def phase(self) -> Phase:
+        """Where the engine is, as far as this rank knows: what the leader pauses, pauses here too."""
+        if self._failure is not None:
+            return Phase.FAILED
+        if self._is_stopping:
+            return Phase.STOPPED if self._has_ended.is_set() else Phase.STOPPING
+        return Phase.RUNNING if self._is_started else Phase.STARTING
+
+    async def submit(self, requests: Sequence[NewRequest]) -> Outbox[Parcel]:
+        """Refuses: requests go to the leader. Raises: RuntimeError."""
+        raise RuntimeError(f"rank {self._own_name} follows rank {self._ranks.names[0]}, which takes requests")
+
+    async def queue(self, requests: list[NewRequest]) -> None:
+        """Refuses, as `submit`. Raises: RuntimeError."""
+        await self.submit(requests)
+
+    def go_on(self) -> None:
+        """Does nothing: the leader goes on."""
