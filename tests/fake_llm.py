@@ -20,6 +20,7 @@ from megallm.core_async.intake import Intake
 from megallm.core_async.llm import MegatronAsyncLLM
 from megallm.core_async.messages import Delta, StepPlan
 from megallm.core_async.protocols import Runner
+from megallm.core_async.ranks.calls import Calls
 from megallm.core_async.result import Result
 from megallm.core_async.sampling_params import SamplingParams
 from megallm.core_async.tokenizers import TokenizerAdapter
@@ -91,7 +92,7 @@ def fake_parts(
     """Gives the parts of a facade round a fake model."""
     adapter = TokenizerAdapter(FakeTokenizer())
     engine = Engine(config, runner, adapter, make_worker=make_worker)
-    return Parts(engine, Intake(config, adapter, engine.next_request_id), adapter)
+    return Parts(engine, Intake(config, adapter, engine.next_request_id), adapter, Calls(engine))
 
 
 class FakeLLM(MegatronLLM):

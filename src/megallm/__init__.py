@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megatron.core.inference.inference_request import DynamicInferenceRequest
 
     from megallm.core_async.errors import (
+        DeviceMemoryError,
         EngineBusy,
         EngineDeadError,
         EngineStoppedError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Delta",
+    "DeviceMemoryError",
     "DynamicInferenceRequest",
     "EngineBusy",
     "EngineDeadError",
@@ -53,6 +55,7 @@ __all__ = [
 
 _MODULE_OF = {
     "Delta": "megallm.core_async.messages",
+    "DeviceMemoryError": "megallm.core_async.errors",
     "DynamicInferenceRequest": "megatron.core.inference.inference_request",
     "EngineBusy": "megallm.core_async.errors",
     "EngineDeadError": "megallm.core_async.errors",

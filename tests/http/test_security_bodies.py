@@ -251,6 +251,21 @@ class Breaking(ChatTokenizer):
         return super().tokenize(text)
 
 
+class Faulty(ChatTokenizer):
+    """One whose template breaks in its own way."""
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> str:  # Any: whatever it is called with
+        """Breaks."""
+        raise ValueError("secret at 0xdeadbeef")
+
+
+async def test_what_broke_a_template_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """The caller is told that it is there, and whoever runs the server has nothing else to go by."""
+    async with serving(tokenizer=Faulty()) as served:
+        assert "log says why" in refused(await served.post(H, BODIES[H]))["message"]
+    assert "secret at 0xdeadbeef" in caplog.text
+
+
 async def test_what_breaks_inside_is_not_told_outside() -> None:
     """CVE-2026-22778: an exception's text had addresses. CVE-2026-5760: a template reached classes."""
     async with serving(tokenizer=Breaking()) as served:

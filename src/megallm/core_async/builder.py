@@ -14,11 +14,17 @@ from torch import distributed
 from megallm.core_async.config import EngineConfig, ModelLimits
 from megallm.core_async.device.memory import free_bytes
 from megallm.core_async.device.model import ModelHook
+from megallm.core_async.device.rank_group import RankGroup, Ranks
 from megallm.core_async.device.runner import TorchRunner
 from megallm.core_async.engine import Engine
 from megallm.core_async.intake import Intake
 from megallm.core_async.matchers import Matchers
 from megallm.core_async.messages import EngineStats
+from megallm.core_async.ranks.agree import agreed
+from megallm.core_async.ranks.calls import Calls, FollowerCalls, LeaderCalls
+from megallm.core_async.ranks.follower import Follower
+from megallm.core_async.ranks.leader import Leader
+from megallm.core_async.protocols import Runner
 from megallm.core_async.step_log import StepLog
 from megallm.core_async.tokenizers import TokenizerAdapter
 
@@ -62,6 +68,8 @@ class Parts(Struct):
     engine: Engine
     intake: Intake
     tokenizer: TokenizerAdapter
+    calls: Calls
+    """The lifecycle, as every rank's program calls it."""
 
 
 def build(  # the constructor's arguments, which are the public API
@@ -86,16 +94,62 @@ def build(  # the constructor's arguments, which are the public API
     _check_wrapper(inference_wrapper_cls)
     settings = InferenceConfig() if inference_config is None else inference_config
     _warn_of_unused(settings)
-    limits = _limits_of(model, settings)
-    config = EngineConfig.derive(
-        settings, limits, attention_backend=attention_backend, batch_invariant=batch_invariant
+    ranks = _ranks_of(model, settings)
+    if ranks is not None and not use_coordinator:
+        raise ValueError(
+            f"use_coordinator=False and a model over {len(ranks.names)} ranks: ranks are kept in step by a"
+            " coordinator; leave use_coordinator=True"
+        )
+    config = agreed(
+        ranks,
+        lambda: EngineConfig.derive(
+            settings,
+            _limits_of(model, settings),
+            attention_backend=attention_backend,
+            batch_invariant=batch_invariant,
+        ),
     )
     adapter = TokenizerAdapter(tokenizer)
     matchers = Matchers(adapter, config.vocab_size)
-    engine = Engine(config, TorchRunner(model, config, matchers), adapter)
+    engine, calls = _engine(config, TorchRunner(model, config, matchers), adapter, ranks, coordinator_host)
     if settings.logging_step_interval:
         _log_steps(engine, settings)
-    return Parts(engine, Intake(config, adapter, engine.next_request_id, matchers), adapter)
+    intake = Intake(config, adapter, engine.next_request_id, matchers)
+    return Parts(engine=engine, intake=intake, tokenizer=adapter, calls=calls)
+
+
+def _engine(
+    config: EngineConfig,
+    runner: Runner,
+    tokenizer: TokenizerAdapter,
+    ranks: Ranks | None,
+    host: str | None,
+) -> tuple[Engine, Calls]:
+    """Gives this rank's engine: whole, leading other ranks, or following one."""
+    if ranks is None:
+        engine = Engine(config, runner, tokenizer)
+        return engine, Calls(engine)
+    if ranks.place:
+        follower = Follower(config, runner, tokenizer, ranks)
+        return follower, FollowerCalls(follower)
+
+    def make_worker(runner: Runner) -> Leader:
+        calls.leader = Leader(runner, ranks, engine.error, host=host)
+        return calls.leader
+
+    engine = Engine(config, runner, tokenizer, make_worker=make_worker)
+    calls = LeaderCalls(engine)
+    return engine, calls
+
+
+def _ranks_of(model: torch.nn.Module, settings: InferenceConfig) -> Ranks | None:
+    """Gives the ranks that the model is split over; None where this rank has all of it."""
+    group: Any = getattr(settings.pg_collection, "mp", None)  # Any: megatron is untyped
+    if group is None and distributed.is_initialized() and parallel_state.is_initialized():
+        group = parallel_state.get_model_parallel_group()
+    if group is None or distributed.get_world_size(group) == 1:
+        return None
+    return RankGroup(group, next(model.parameters()).device)
 
 
 def _check_model(model: object, *, use_coordinator: bool) -> None:

@@ -14,7 +14,7 @@ from megatron.core.inference.config import InferenceConfig
 
 from megallm.core_async.builder import build
 from megallm.core_async.config import check_epoch
-from megallm.core_async.errors import EngineStoppedError
+from megallm.core_async.errors import EngineDeadError, EngineStoppedError
 from megallm.core_async.facade import LLMBase, Params, loaded, scoring_params, takes_long
 from megallm.core_async.generation import Drafts, run_to_completion
 from megallm.core_async.host import EngineHost
@@ -106,6 +106,8 @@ class MegatronAsyncLLM(LLMBase):
         assert self._tasks is not None
         try:
             await self._close_servers()
+            if exc_type is None:
+                await self._parts.calls.wait_for_leader()
         finally:
             with anyio.move_on_after(STOP_S, shield=True):
                 await self._parts.engine.shutdown()
@@ -173,7 +175,7 @@ class MegatronAsyncLLM(LLMBase):
         Raises: RuntimeError in direct mode; ValueError; EngineStoppedError, EngineDeadError.
         """
         self._require_coordinator("pause")
-        await self._in_engine_loop(self._parts.engine.pause, mode)
+        await self._in_engine_loop(self._parts.calls.pause, mode)
 
     async def unpause(self) -> None:
         """Goes on from a pause.
@@ -182,7 +184,7 @@ class MegatronAsyncLLM(LLMBase):
         EngineStoppedError, EngineDeadError.
         """
         self._require_coordinator("unpause")
-        await self._in_engine_loop(self._parts.engine.unpause)
+        await self._in_engine_loop(self._parts.calls.unpause)
 
     async def suspend(self) -> None:
         """Pauses if need be, and gives the cache's memory back as `kv_cache_management_mode` says.
@@ -190,7 +192,7 @@ class MegatronAsyncLLM(LLMBase):
         Raises: RuntimeError in direct mode; EngineStoppedError, EngineDeadError.
         """
         self._require_coordinator("suspend")
-        await self._in_engine_loop(self._parts.engine.suspend)
+        await self._in_engine_loop(self._parts.calls.suspend)
 
     async def resume(self) -> None:
         """Takes the cache's memory again; the engine is paused then, and `unpause()` runs it.
@@ -198,14 +200,14 @@ class MegatronAsyncLLM(LLMBase):
         Raises: RuntimeError in direct mode; EngineStoppedError, EngineDeadError.
         """
         self._require_coordinator("resume")
-        await self._in_engine_loop(self._parts.engine.resume)
+        await self._in_engine_loop(self._parts.calls.resume)
 
     async def set_generation_epoch(self, epoch: int) -> None:
         """Stamps results with the number of the weights that they come from, from now on.
 
         Raises: ValueError; EngineStoppedError, EngineDeadError.
         """
-        await self._in_engine_loop(self._parts.engine.set_generation_epoch, epoch)
+        await self._in_engine_loop(self._parts.calls.set_generation_epoch, epoch)
 
     @contextlib.asynccontextmanager
     async def updating_weights(self, epoch: int) -> AsyncGenerator[None]:
@@ -252,10 +254,14 @@ class MegatronAsyncLLM(LLMBase):
     async def shutdown(self) -> None:
         """Stops the servers and the engine, and gives the model back; idempotent.
 
-        Pending calls end with EngineStoppedError.
+        Pending calls end with EngineStoppedError. On a rank that follows another it waits until that
+        one has shut down.
         """
         self._is_closed = True
         await self._close_servers()
+        if self._parts.calls.follows and (self._tasks is not None or self._host is not None):
+            with contextlib.suppress(EngineStoppedError, EngineDeadError):
+                await self._in_engine_loop(self._parts.calls.wait_for_leader)
         if self._tasks is not None:
             await self._parts.engine.shutdown()
         elif self._host is not None:

@@ -6,7 +6,6 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from quart import Quart, Response
-from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
 from megallm.core_async.tokenizers import TokenizerAdapter
@@ -37,7 +36,7 @@ def create_app(
     traffic: Traffic,
 ) -> Quart:
     """Makes the app. `backend`: the event loop that it is going to run in."""
-    app = (QuartTrio if backend == "trio" else Quart)("megallm.http", static_folder=None)
+    app = _app_class(backend)("megallm.http", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = settings.bounds.max_body_bytes
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_S
     app.config["RESPONSE_TIMEOUT"] = None
@@ -48,6 +47,14 @@ def create_app(
     wrapped: Any = app  # Any: Quart types ASGI's dicts one by one, and documents this way of wrapping it
     wrapped.asgi_app = Gate(wrapped.asgi_app, service)
     return app
+
+
+def _app_class(backend: Literal["asyncio", "trio"]) -> type[Quart]:
+    if backend == "asyncio":
+        return Quart
+    from quart_trio import QuartTrio  # noqa: PLC0415 - a front end on asyncio starts in a fifth less time
+
+    return QuartTrio
 
 
 def add_routes(app: Quart, service: Service) -> None:

@@ -13,6 +13,7 @@ from megatron.core.inference.config import InferenceConfig
 
 from megallm.core_async.builder import build
 from megallm.core_async.config import check_epoch
+from megallm.core_async.errors import EngineDeadError, EngineStoppedError
 from megallm.core_async.facade import LLMBase, Params, loaded, scoring_params
 from megallm.core_async.generation import Drafts, run_to_completion
 from megallm.core_async.host import EngineHost
@@ -75,8 +76,11 @@ class MegatronLLM(LLMBase):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Shuts down; never suppresses."""
-        self.shutdown()
+        """Shuts down, after an error at once; never suppresses."""
+        if exc_type is None:
+            self.shutdown()
+        else:
+            self._close()
 
     def generate(
         self,
@@ -140,7 +144,7 @@ class MegatronLLM(LLMBase):
         Raises: RuntimeError in direct mode; ValueError; EngineStoppedError, EngineDeadError.
         """
         self._require_coordinator("pause")
-        self._host.call(self._parts.engine.pause, mode)
+        self._host.call(self._parts.calls.pause, mode)
 
     def unpause(self) -> None:
         """Goes on from a pause.
@@ -149,7 +153,7 @@ class MegatronLLM(LLMBase):
         EngineStoppedError, EngineDeadError.
         """
         self._require_coordinator("unpause")
-        self._host.call(self._parts.engine.unpause)
+        self._host.call(self._parts.calls.unpause)
 
     def suspend(self) -> None:
         """Pauses if need be, and gives the cache's memory back as `kv_cache_management_mode` says.
@@ -157,7 +161,7 @@ class MegatronLLM(LLMBase):
         Raises: RuntimeError in direct mode; EngineStoppedError, EngineDeadError.
         """
         self._require_coordinator("suspend")
-        self._host.call(self._parts.engine.suspend)
+        self._host.call(self._parts.calls.suspend)
 
     def resume(self) -> None:
         """Takes the cache's memory again; the engine is paused then, and `unpause()` runs it.
@@ -165,14 +169,14 @@ class MegatronLLM(LLMBase):
         Raises: RuntimeError in direct mode; EngineStoppedError, EngineDeadError.
         """
         self._require_coordinator("resume")
-        self._host.call(self._parts.engine.resume)
+        self._host.call(self._parts.calls.resume)
 
     def set_generation_epoch(self, epoch: int) -> None:
         """Stamps results with the number of the weights that they come from, from now on.
 
         Raises: ValueError; EngineStoppedError, EngineDeadError.
         """
-        self._host.call(self._parts.engine.set_generation_epoch, epoch)
+        self._host.call(self._parts.calls.set_generation_epoch, epoch)
 
     @contextlib.contextmanager
     def updating_weights(self, epoch: int) -> Generator[None]:
@@ -223,8 +227,15 @@ class MegatronLLM(LLMBase):
     def shutdown(self) -> None:
         """Stops the servers, the engine and its thread, and gives the model back; idempotent.
 
-        Pending calls of other threads end with EngineStoppedError.
+        Pending calls of other threads end with EngineStoppedError. On a rank that follows another it
+        waits until that one has shut down.
         """
+        if self._parts.calls.follows and not self._host.is_current:
+            with contextlib.suppress(EngineStoppedError, EngineDeadError):
+                self._host.call(self._parts.calls.wait_for_leader)
+        self._close()
+
+    def _close(self) -> None:
         self._finalizer.detach()
         for server in self._servers:
             server.stop()

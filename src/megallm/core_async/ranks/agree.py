@@ -15,10 +15,14 @@ _MAX_MESSAGE = MAX_RECORD // 4
 """Characters of an error that travels: a character may take four bytes."""
 
 
-class _Offer(Struct, frozen=True, array_like=True):
-    """One rank's limits: how many blocks it has room for, and a digest of the rest."""
+_LEAST = ("num_blocks", "max_requests", "max_sequence_length", "max_held_blocks")
+"""Limits that depend on the memory that is free: the least of any rank holds for all."""
 
-    num_blocks: int = 0
+
+class _Offer(Struct, frozen=True, array_like=True):
+    """One rank's limits: those of `_LEAST`, and a digest of the rest."""
+
+    limits: tuple[int, ...] = ()
     rest: bytes = b""
     fault: Fault | None = None
 
@@ -38,8 +42,8 @@ def agreed(ranks: Ranks | None, derive: Callable[[], EngineConfig]) -> EngineCon
         fault = fault_of(error)
         ranks.exchange(_encoded(_Offer(fault=Fault(fault.kind, fault.message[:_MAX_MESSAGE]))))
         raise
-    rest = msgspec.msgpack.encode(structs.replace(config, num_blocks=0))
-    offer = _Offer(config.num_blocks, hashlib.sha256(rest).digest())
+    rest = msgspec.msgpack.encode(structs.replace(config, **dict.fromkeys(_LEAST, 0)))
+    offer = _Offer(tuple(getattr(config, name) for name in _LEAST), hashlib.sha256(rest).digest())
     offers = [msgspec.msgpack.decode(record, type=_Offer) for record in ranks.exchange(_encoded(offer))]
     for name, other in zip(ranks.names, offers, strict=True):
         if other.fault is not None:
@@ -50,7 +54,8 @@ def agreed(ranks: Ranks | None, derive: Callable[[], EngineConfig]) -> EngineCon
                 f"rank {name} was given other settings than rank {ranks.names[0]}; give every rank of a model"
                 " the same inference_config and arguments"
             )
-    return structs.replace(config, num_blocks=min(other.num_blocks for other in offers))
+    least = [min(values) for values in zip(*(other.limits for other in offers), strict=True)]
+    return structs.replace(config, **dict(zip(_LEAST, least, strict=True)))
 
 
 def _encoded(offer: _Offer) -> bytes:

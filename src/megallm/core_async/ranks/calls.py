@@ -5,6 +5,7 @@ together: a trainer that changes its own rank's weights between `suspend` and `r
 """
 
 from collections.abc import Awaitable, Callable
+from typing import ClassVar
 
 from megallm.core_async.engine import Engine
 from megallm.core_async.errors import ActorGone, LifecycleError
@@ -16,6 +17,9 @@ from megallm.core_async.transport.rank_frames import CallEnded
 
 class Calls:
     """The calls of an engine of one rank."""
+
+    follows: ClassVar[bool] = False
+    """Whether another rank leads, and ends the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -80,6 +84,8 @@ class LeaderCalls(Calls):
 
 class FollowerCalls(Calls):
     """The calls of a rank that follows."""
+
+    follows: ClassVar[bool] = True
 
     def __init__(self, engine: Follower) -> None:
         super().__init__(engine)

@@ -39,11 +39,12 @@ class Gathering:
         return number
 
     async def gathered(self, number: int, call: str) -> None:
-        """Waits until every rank has made the call of that number. One at a time.
+        """Waits until every rank has made the call of that number.
 
-        Raises: LifecycleError where another rank made another call; ActorGone.
+        Raises: LifecycleError where another rank made another call, and while one waits; ActorGone.
         """
-        assert self._waiting is None, f"{call}() was called while another call waits for the other ranks"
+        if self._waiting is not None:
+            raise LifecycleError(f"{call}() was called while another call waits for the other ranks")
         reply = Reply[None]()
         self._waiting = number, reply
         try:
