@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         LifecycleError,
         MegaLLMError,
         ModelFileError,
+        RankLostError,
         RequestFailedError,
         UnsupportedModelError,
     )
@@ -45,6 +46,7 @@ __all__ = [
     "MegatronAsyncLLM",
     "MegatronLLM",
     "ModelFileError",
+    "RankLostError",
     "RequestFailedError",
     "Result",
     "SamplingParams",
@@ -67,6 +69,7 @@ _MODULE_OF = {
     "MegatronAsyncLLM": "megallm.core_async.llm",
     "MegatronLLM": "megallm.sync.llm",
     "ModelFileError": "megallm.core_async.errors",
+    "RankLostError": "megallm.core_async.errors",
     "RequestFailedError": "megallm.core_async.errors",
     "Result": "megallm.core_async.result",
     "SamplingParams": "megallm.core_async.sampling_params",
