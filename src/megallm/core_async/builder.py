@@ -20,11 +20,11 @@ from megallm.core_async.engine import Engine
 from megallm.core_async.intake import Intake
 from megallm.core_async.matchers import Matchers
 from megallm.core_async.messages import EngineStats
+from megallm.core_async.protocols import Runner
 from megallm.core_async.ranks.agree import agreed
 from megallm.core_async.ranks.calls import Calls, FollowerCalls, LeaderCalls
 from megallm.core_async.ranks.follower import Follower
 from megallm.core_async.ranks.leader import Leader
-from megallm.core_async.protocols import Runner
 from megallm.core_async.step_log import StepLog
 from megallm.core_async.tokenizers import TokenizerAdapter
 

@@ -23,9 +23,6 @@ from megallm.core_async.messages.ask import Ask
 
 log = logging.getLogger(__name__)
 
-EXIT_S = 60.0
-"""How long the end of the program waits for a thread that was left behind."""
-
 type Letter[M] = tuple[M, int] | None
 """A message and the ticket of its answer, 0 for none; None only makes the thread look up."""
 
@@ -88,6 +85,8 @@ class ThreadActor[M]:
     capacity: ClassVar[int]
     stop_deadline_s: ClassVar[float] = 10.0
     """How long a stop waits for the message in hand before it leaves the (daemon) thread behind."""
+    exit_deadline_s: ClassVar[float] = 60.0
+    """How long the end of the program waits for a thread that was left behind."""
 
     def __init__(self) -> None:
         self._inbox: SimpleQueue[Letter[M]] = SimpleQueue()
@@ -123,7 +122,7 @@ class ThreadActor[M]:
                 target=self._main, args=(wakeup,), name=f"megallm-{self.name}", daemon=True
             )
             thread.start()
-            at_exit = weakref.finalize(self, _outlast, thread)
+            at_exit = weakref.finalize(self, _outlast, thread, self.exit_deadline_s)
             try:
                 await self._serve(wakeup, task_status)
             finally:
@@ -208,10 +207,10 @@ class ThreadActor[M]:
         wakeup.wake()
 
 
-def _outlast(thread: threading.Thread) -> None:
+def _outlast(thread: threading.Thread, deadline_s: float) -> None:
     """Waits at exit for a thread that is still busy.
 
     An interpreter that is gone ends its threads where they ask for the GIL, and unwinding C++ code, as
     torch's, aborts the process (python/cpython gh-87135, mended in 3.14).
     """
-    thread.join(EXIT_S)
+    thread.join(deadline_s)

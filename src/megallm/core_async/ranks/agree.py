@@ -47,7 +47,8 @@ def agreed(ranks: Ranks | None, derive: Callable[[], EngineConfig]) -> EngineCon
     offers = [msgspec.msgpack.decode(record, type=_Offer) for record in ranks.exchange(_encoded(offer))]
     for name, other in zip(ranks.names, offers, strict=True):
         if other.fault is not None:
-            raise RankLostError(f"rank {name} did not start: {other.fault.message}") from error_of(other.fault)
+            why = other.fault.message
+            raise RankLostError(f"rank {name} did not start: {why}") from error_of(other.fault)
     for name, other in zip(ranks.names, offers, strict=True):
         if other.rest != offers[0].rest:
             raise ValueError(

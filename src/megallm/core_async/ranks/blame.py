@@ -20,8 +20,10 @@ BLAME_S: Final = 1.0
 class RankWorker(Worker):
     """The worker of the rank `name`. Its failure is a `RankLostError` that says so, caused by the first."""
 
-    stop_deadline_s: ClassVar[float] = 3.0
-    """A thread may wait for a rank that is gone, in a collective that nobody can cancel."""
+    stop_deadline_s: ClassVar[float] = 2.0
+    """A thread may wait for a rank that hangs, in a collective that nobody can cancel."""
+    exit_deadline_s: ClassVar[float] = 1.0
+    """And there it does not ask for the GIL."""
 
     def __init__(self, runner: Runner, name: int, on_failure: Callable[[RankLostError], object]) -> None:
         """`on_failure` is called on the worker's thread, before anyone else knows."""

@@ -138,19 +138,11 @@ class Follower(Engine):
             self._rank_worker.is_explained.set()
 
     def _take(self, leader: RankStream[FromLeader], frame: FromLeader) -> None:
-        worker = self._rank_worker.address
         match frame:
-            case RunStep(plan):
-                self._add(_Job(worker.send(FollowStep(plan)), None))
-            case ChangeCache(is_release, keep_contents):
-                change = ReleaseCache(keep_contents) if is_release else RestoreCache()
-                self._add(_Job(worker.send(change), CacheChanged()))
-            case CallEnded(number, fault):
-                reply = self._calls.pop(number, None)
-                if reply is not None and fault is not None:
-                    reply.fail(error_of(fault))
-                elif reply is not None:
-                    reply.set(None)
+            case RunStep() | ChangeCache():
+                self._order(frame)
+            case CallEnded():
+                self._end_call(frame)
             case AskWhere():
                 leader.put(Here(self._num_done))
             case Here(num_steps):
@@ -166,9 +158,26 @@ class Follower(Engine):
             case _:
                 assert_never(frame)
 
-    def _add(self, job: _Job) -> None:
+    def _order(self, frame: RunStep | ChangeCache) -> None:
+        """Hands the worker what it is to do."""
+        worker = self._rank_worker.address
+        match frame:
+            case RunStep(plan):
+                job = _Job(worker.send(FollowStep(plan)), None)
+            case ChangeCache(is_release, keep_contents):
+                change = ReleaseCache(keep_contents) if is_release else RestoreCache()
+                job = _Job(worker.send(change), CacheChanged())
         self._jobs.append(job)
         self._has_jobs.set()
+
+    def _end_call(self, ended: CallEnded) -> None:
+        reply = self._calls.pop(ended.number, None)
+        if reply is None:
+            return  # it was cancelled here
+        if ended.fault is None:
+            reply.set(None)
+        else:
+            reply.fail(error_of(ended.fault))
 
     async def _do_jobs(self, leader: RankStream[FromLeader], *, task_status: TaskStatus[None]) -> None:
         """Waits for what the worker does, in order; the leader is watched meanwhile."""
@@ -223,6 +232,7 @@ class Follower(Engine):
 
     async def submit(self, requests: Sequence[NewRequest]) -> Outbox[Parcel]:
         """Refuses: requests go to the leader. Raises: RuntimeError."""
+        del requests
         raise RuntimeError(f"rank {self._own_name} follows rank {self._ranks.names[0]}, which takes requests")
 
     async def queue(self, requests: list[NewRequest]) -> None:

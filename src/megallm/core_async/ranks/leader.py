@@ -75,7 +75,7 @@ class Leader:
         host: str | None = None,
         step_s: float = STEP_S,
     ) -> None:
-        """`why` gives what has ended the engine, where that was no rank; `host`: to listen on, not loopback."""
+        """`why` gives what has ended the engine, where that was no rank; `host`: to listen on."""
         self._ranks = ranks
         self._why = why
         self._host = host
@@ -123,17 +123,14 @@ class Leader:
     def send[R](self, message: Ask[R]) -> Reply[R]:
         """See Address."""
         self._check_here()
-        match message:
-            case ReleaseCache(keep_contents):
-                self._to_all(ChangeCache(is_release=True, keep_contents=keep_contents))
-            case RestoreCache():
-                self._to_all(ChangeCache(is_release=False))
-            case _:
-                assert isinstance(message, CollectStep), f"{type(message).__name__} is nothing ranks are asked"
-                self._num_asked += 1
+        is_step = isinstance(message, CollectStep)
+        if is_step:
+            self._num_asked += 1
+        else:
+            self._to_all(_change(message))
         reply: Reply[R] = Reply()
-        own: Reply[R] = self._own.address.send(message)
-        self._add(_Job(own, reply, isinstance(message, CollectStep)))  # type: ignore[arg-type] - of one R both
+        own = self._own.address.send(message)
+        self._add(_Job(own, reply, is_step))  # type: ignore[arg-type] - both of one R
         return reply
 
     async def ask[R](self, message: Ask[R]) -> R:
@@ -297,3 +294,14 @@ class Leader:
                 job.reply.set(answer)
             self._has_none.set()
             self._has_none = anyio.Event()
+
+
+def _change(message: object) -> ChangeCache:
+    """Gives what the other ranks are told where the engine asks for a change of the cache."""
+    match message:
+        case ReleaseCache(keep_contents):
+            return ChangeCache(is_release=True, keep_contents=keep_contents)
+        case RestoreCache():
+            return ChangeCache(is_release=False)
+        case _:
+            raise AssertionError(f"{type(message).__name__} is nothing that ranks are asked")

@@ -53,7 +53,7 @@ class Gathering:
         finally:
             self._waiting = None
             made = self._made.pop(number, {})
-        others = {**{name: SHUTDOWN for name in self._leaving}, **made}
+        others = {**dict.fromkeys(self._leaving, SHUTDOWN), **made}
         for name, other in sorted(others.items()):
             if other != call:
                 raise LifecycleError(

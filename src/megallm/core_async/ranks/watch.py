@@ -79,5 +79,5 @@ class Watch:
             await self._all_answered.wait()
             return
         raise RankLostError(
-            f"rank {min(self._silent)} is lost: it has not answered for {ANSWER_S:g} s, while a step takes long"
+            f"rank {min(self._silent)} is lost: a step takes long, and it has not answered for {ANSWER_S:g} s"
         )

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import anyio
 import msgspec
@@ -73,10 +73,10 @@ class RankStream[T]:
                 if frames := self._reader.feed(chunk):
                     return frames
         except OSError as error:
-            self._lost(f"its connection failed: {error}", error)
+            raise self._lost(f"its connection failed: {error}") from error
         except FrameError as error:
-            self._lost(f"it sent what makes no sense: {error}", error)
-        self._lost("its connection has ended")
+            raise self._lost(f"it sent what makes no sense: {error}") from error
+        raise self._lost("its connection has ended")
 
     def put(self, frame: msgspec.Struct) -> None:
         """Writes a frame, or keeps what the socket does not take for `flush`; see `put_bytes`."""
@@ -95,7 +95,7 @@ class RankStream[T]:
             self._rest += frame
             self._has_rest.set()
         if len(self._rest) > MAX_BEHIND:
-            self._lost(f"it is {len(self._rest):,} bytes behind, at most {MAX_BEHIND:,}")
+            raise self._lost(f"it is {len(self._rest):,} bytes behind, at most {MAX_BEHIND:,}")
 
     async def flush(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Writes what the socket did not take at once, until cancelled or the other has gone."""
@@ -125,8 +125,8 @@ class RankStream[T]:
         """Closes the socket; idempotent."""
         self._stream.close()
 
-    def _lost(self, why: str, cause: Exception | None = None) -> NoReturn:
-        raise RankLostError(f"rank {self.name} is lost: {why}") from cause
+    def _lost(self, why: str) -> RankLostError:
+        return RankLostError(f"rank {self.name} is lost: {why}")
 
 
 def encoded(frame: msgspec.Struct) -> bytearray:
@@ -196,9 +196,7 @@ class MeetingPlace:
             while chunk := await stream.receive(MAX_JOIN_BYTES):
                 frames = reader.feed(chunk)
                 if frames:
-                    is_known = len(frames) == 1 and hmac.compare_digest(
-                        frames[0].secret, self.meeting.secret
-                    )
+                    is_known = len(frames) == 1 and hmac.compare_digest(frames[0].secret, self.meeting.secret)
                     return frames[0].place if is_known else None
         except (OSError, FrameError):
             return None
@@ -216,21 +214,21 @@ async def connect(meeting: Meeting, place: int, leader: int) -> RankStream[FromL
     """
     family, _, _, _, address = _resolved(meeting.host, meeting.port)
     sock = socket.socket(family, socket.SOCK_STREAM)
+    error = errno.ETIMEDOUT
     try:
         sock.setblocking(False)
         error = sock.connect_ex(address)
         if error == errno.EINPROGRESS:
-            with anyio.fail_after(CONNECT_S):
+            error = errno.ETIMEDOUT
+            with anyio.move_on_after(CONNECT_S):
                 await anyio.wait_writable(sock)
-            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    finally:
         if error:
-            raise OSError(error, os.strerror(error))
-    except BaseException as error:
-        sock.close()
-        if not isinstance(error, OSError):  # a TimeoutError is one
-            raise
+            sock.close()
+    if error:
         where = f"{meeting.host} port {meeting.port}"
-        raise RankLostError(f"rank {leader} is not reached at {where}: {error}") from error
+        raise RankLostError(f"rank {leader} is not reached at {where}: {os.strerror(error)}")
     stream = RankStream[FromLeader](sock, leader, FromLeader.__value__)
     stream.put(Join(place, meeting.secret))
     return stream

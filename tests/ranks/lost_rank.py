@@ -1,0 +1,83 @@
+"""One rank's program that runs until a rank is lost, and says what each of its waiters got.
+
+Arguments: what the last rank does wrong by itself: "nothing" (the test kills or stops a process) or "raise".
+"""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state
+from torch import distributed
+
+from megallm import MegatronLLM
+from megallm.models.megatron_setup import quiet_megatron
+from tests.fakes import FakeTokenizer
+from tests.ranks.split_model import split_gpt
+from tests.small_llm import greedy, settings
+
+NUM_FORWARDS = 20
+"""Before the rank raises that is to raise."""
+
+
+def outcome(call: Callable[[], object]) -> dict[str, object]:
+    """Makes a call until it raises, and gives the error and its cause."""
+    try:
+        while True:
+            call()
+    except Exception as error:  # noqa: BLE001 - which one it is, is the test's matter
+        return {"error": repr(error), "cause": repr(error.__cause__), "at": time.time()}
+
+
+def break_later(model: Any) -> None:  # Any: megatron's model
+    """Makes the model raise after some passes."""
+    passes: list[int] = []
+
+    def before(_module: object, _args: object) -> None:
+        passes.append(1)
+        if len(passes) > NUM_FORWARDS:
+            raise ArithmeticError("the weights are broken")
+
+    model.decoder.layers[1].register_forward_pre_hook(before)
+
+
+def main() -> None:
+    """Runs until the engine has failed; every waiter's outcome is a line of the report."""
+    distributed.init_process_group("gloo")
+    rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
+    with quiet_megatron():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=num_ranks, create_gloo_process_groups=False
+        )
+        model = split_gpt(rank, num_ranks)
+    if sys.argv[1] == "raise" and rank == num_ranks - 1:
+        break_later(model)
+    llm = MegatronLLM(model=model, tokenizer=FakeTokenizer(), inference_config=settings())
+    calls: dict[str, Callable[[], object]] = {"wait_for_shutdown": llm.wait_for_shutdown}
+    if llm.is_primary_rank:
+        calls["generate"] = lambda: llm.generate([[1, 2, 3], [4, 5]], greedy(100), progress=False)
+    else:
+        calls["pause"] = llm.pause
+    report: dict[str, object] = {}
+
+    def wait(name: str) -> None:
+        report[name] = outcome(calls[name])
+
+    waiters = [threading.Thread(target=wait, args=(name,)) for name in calls]
+    for waiter in waiters:
+        waiter.start()
+    if llm.is_primary_rank:
+        while llm.engine.stats().step < 2:
+            time.sleep(0.01)
+    print("running", flush=True)  # noqa: T201 - the parent reads it
+    for waiter in waiters:
+        waiter.join()
+    llm.shutdown()
+    print(json.dumps(report), flush=True)  # noqa: T201 - the same
+
+
+if __name__ == "__main__":
+    main()
