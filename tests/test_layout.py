@@ -5,7 +5,9 @@ Each test reports all its violations at once, `file:line: what`.
 
 import ast
 import itertools
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -13,7 +15,6 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "megallm"
@@ -105,11 +106,22 @@ def test_no_function_is_over_its_budget() -> None:
     expect_none(violations)
 
 
-def test_every_import_goes_to_a_lower_floor(capsys: pytest.CaptureFixture[str]) -> None:
-    """The floors are what lets a reader understand one file without the ones above it."""
-    code = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
-    if code != 0:
-        pytest.fail(capsys.readouterr().out, pytrace=False)
+def test_every_import_goes_to_a_lower_floor() -> None:
+    """The floors are what lets a reader understand one file without the ones above it.
+
+    In a process of its own: in this one import-linter would switch every logger off.
+    """
+    script = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.fail(done.stdout + done.stderr, pytrace=False)
 
 
 def test_every_imported_package_is_a_declared_requirement() -> None:
@@ -148,11 +160,11 @@ def distribution_of(requirement: str) -> str:
 
 
 def test_every_source_file_has_a_test_file() -> None:
-    """Whoever changes a file must know where its tests are: tests/<package>/test_<file>.py."""
+    """Whoever changes a file must know where its tests are: its folder below tests/, without core_async/."""
     violations: list[str] = []
     for path in sorted(SOURCE.rglob("*.py")):
-        package = path.parent.name if path.parent not in (SOURCE, SOURCE / "core_async") else ""
-        test = ROOT / "tests" / package / f"test_{path.stem}.py"
+        folder = path.parent.relative_to(SOURCE).as_posix().removeprefix("core_async").lstrip("/")
+        test = ROOT / "tests" / folder / f"test_{path.stem}.py"
         is_bare_package = path.name == "__init__.py" and path.parent != SOURCE
         if (
             path.relative_to(SOURCE).as_posix() not in TESTED_ELSEWHERE
@@ -175,15 +187,19 @@ def test_the_list_of_files_tested_elsewhere_is_true() -> None:
 
 
 def test_packages_hold_no_code() -> None:
-    """Nobody looks for logic in an `__init__.py`; below megallm's own they hold names at most."""
+    """Nobody looks for logic in an `__init__.py`; below megallm's own they hold names at most.
+
+    Names may come late, by PEP 562, where what holds them is dear to import.
+    """
     allowed = (ast.Expr, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    late = {"if TYPE_CHECKING", "def __getattr__"}
     expect_none(
         [
             f"{name_of(path)}:{node.lineno}: code; move it into a module"
             for path in sorted(SOURCE.rglob("__init__.py"))
             if path.parent != SOURCE
             for node in ast.parse(path.read_text(encoding="utf-8")).body
-            if not isinstance(node, allowed)
+            if not isinstance(node, allowed) and not ast.unparse(node).startswith(tuple(late))
         ]
     )
 

@@ -19,8 +19,8 @@ from megallm.core_async.messages import (
     pack_ints,
 )
 from megallm.core_async.transport.byte_stream import ByteStream
-from megallm.http.hub import Peer
-from megallm.http.remote_engine import RemoteEngine, Wire
+from megallm.http.processes.hub import Peer
+from megallm.http.processes.remote_engine import RemoteEngine, Wire
 from tests.engines import Rig
 from tests.fakes import FakeTokenizer
 

@@ -9,8 +9,8 @@ import anyio
 from hypercorn.config import Config
 
 from megallm.core_async.transport.byte_stream import ByteStream
-from megallm.http.app_server import AppServer, protocol_config
-from megallm.http.connection import Connection, ServerContext
+from megallm.http.connections.app_server import AppServer, protocol_config
+from megallm.http.connections.connection import Connection, ServerContext
 
 ANSWER_S = 10.0
 """Longer than anything here takes, also on a busy machine."""

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megallm.http.schema_chat import ChatRequest
-from megallm.http.schema_completions import CompletionRequest
+from megallm.http.bodies.schema_chat import ChatRequest
+from megallm.http.bodies.schema_completions import CompletionRequest
 from megallm.http.service import AppSettings, Bounds
 from tests.http.serving import Served, frames_of, serving, serving_config, strict_json
 

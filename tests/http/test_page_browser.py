@@ -18,7 +18,7 @@ from anyio import to_thread
 from megallm.core_async.messages import StepPlan
 from megallm.core_async.tokenizers import TokenizerAdapter
 from megallm.http.app import create_app
-from megallm.http.app_server import AppServer, protocol_config
+from megallm.http.connections.app_server import AppServer, protocol_config
 from megallm.http.metrics import Metrics
 from megallm.http.service import AppSettings
 from megallm.http.traffic import Traffic

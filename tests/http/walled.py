@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from msgspec import Struct
 
 from megallm.core_async.config import EngineConfig
-from megallm.http.app_server import AppServer, protocol_config
+from megallm.http.connections.app_server import AppServer, protocol_config
 from megallm.http.service import AppSettings, Bounds
 from tests.http.loopback import Client
 from tests.http.serving import Served, serving

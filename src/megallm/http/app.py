@@ -9,15 +9,15 @@ from quart import Quart, Response
 from werkzeug.exceptions import HTTPException
 
 from megallm.core_async.tokenizers import TokenizerAdapter
-from megallm.http import admin_routes
-from megallm.http.chat import create_chat_completion
-from megallm.http.completions import create_completion
 from megallm.http.errors import refusal_of
 from megallm.http.gate import Gate
-from megallm.http.models_routes import list_models, show_health, show_metrics, show_model
-from megallm.http.responses import create_response
+from megallm.http.routes import admin
+from megallm.http.routes.chat import create_chat_completion
+from megallm.http.routes.completions import create_completion
+from megallm.http.routes.models import list_models, show_health, show_metrics, show_model
+from megallm.http.routes.responses import create_response
+from megallm.http.routes.tokenize import detokenize, tokenize
 from megallm.http.service import AppSettings, EnginePort, Recorder, Service
-from megallm.http.tokenize_routes import detokenize, tokenize
 from megallm.http.traffic import Traffic
 
 BODY_TIMEOUT_S = 60
@@ -73,13 +73,13 @@ def add_routes(app: Quart, service: Service) -> None:
         "/responses": partial(create_response, service),
         "/tokenize": partial(tokenize, service),
         "/detokenize": partial(detokenize, service),
-        "/pause": partial(admin_routes.pause, service),
-        "/unpause": partial(admin_routes.unpause, service),
-        "/suspend": partial(admin_routes.suspend, service),
-        "/resume": partial(admin_routes.resume, service),
-        "/abort": partial(admin_routes.abort, service),
-        "/start_profile": partial(admin_routes.profile, service, "start"),
-        "/stop_profile": partial(admin_routes.profile, service, "stop"),
+        "/pause": partial(admin.pause, service),
+        "/unpause": partial(admin.unpause, service),
+        "/suspend": partial(admin.suspend, service),
+        "/resume": partial(admin.resume, service),
+        "/abort": partial(admin.abort, service),
+        "/start_profile": partial(admin.profile, service, "start"),
+        "/stop_profile": partial(admin.profile, service, "stop"),
     }
     gets: dict[str, View] = {
         "/models": partial(list_models, service),

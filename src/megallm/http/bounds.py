@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from megallm.http.bodies.schema import GenerationFields
+from megallm.http.bodies.schema_chat import ChatRequest
+from megallm.http.bodies.schema_completions import CompletionRequest
 from megallm.http.errors import RequestError
-from megallm.http.schema import GenerationFields
-from megallm.http.schema_chat import ChatRequest
-from megallm.http.schema_completions import CompletionRequest
 from megallm.http.service import Bounds
 
 

@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
 from megallm.http.access_log import log_access
+from megallm.http.answers.replies import EXCHANGE
 from megallm.http.auth import check_key
+from megallm.http.connections.hangup import keep_reading
 from megallm.http.cors import cors_headers, is_preflight, preflight_headers
 from megallm.http.errors import Refusal, RequestError, refusal_of
-from megallm.http.hangup import keep_reading
-from megallm.http.replies import EXCHANGE
 from megallm.http.service import Service
 from megallm.http.traffic import Exchange
 

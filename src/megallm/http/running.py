@@ -14,7 +14,7 @@ from megallm.core_async.engine import Engine
 from megallm.core_async.errors import EngineDeadError
 from megallm.core_async.kit.foreign import wait_for
 from megallm.core_async.tokenizers import TokenizerAdapter
-from megallm.http.replicas import FrontendFailedError
+from megallm.http.processes.replicas import FrontendFailedError
 from megallm.http.serve_config import ServeConfig
 from megallm.http.server import Server
 

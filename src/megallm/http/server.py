@@ -17,12 +17,12 @@ from megallm.core_async.engine import Engine
 from megallm.core_async.errors import EngineDeadError, EngineStoppedError
 from megallm.core_async.tokenizers import TokenizerAdapter
 from megallm.http.app import create_app
-from megallm.http.app_server import AppServer, protocol_config
+from megallm.http.connections.app_server import AppServer, protocol_config
 from megallm.http.metrics import Metrics
-from megallm.http.process import FrontendSetup
-from megallm.http.replicas import Replicas, first_of
+from megallm.http.processes.process import FrontendSetup
+from megallm.http.processes.replicas import Replicas, first_of
+from megallm.http.processes.tokenizer_spec import TokenizerSpec, UnportableTokenizerError, describe
 from megallm.http.serve_config import ServeConfig, port_of
-from megallm.http.tokenizer_spec import TokenizerSpec, UnportableTokenizerError, describe
 from megallm.http.traffic import Traffic
 
 log = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from megallm.core_async.matchers import Matchers
 from megallm.core_async.messages import EngineStats, NewRequest, RequestId
 from megallm.core_async.plan.phases import Phase
 from megallm.core_async.tokenizers import TokenizerAdapter
-from megallm.http.body import UnknownFields
-from megallm.http.chat_template import ChatTemplate
-from megallm.http.prompts import TextEncoder
+from megallm.http.answers.vocabulary import Vocabulary
+from megallm.http.bodies.body import UnknownFields
+from megallm.http.bodies.chat_template import ChatTemplate
+from megallm.http.bodies.prompts import TextEncoder
 from megallm.http.traffic import DrainingError, Exchange, Traffic
-from megallm.http.vocabulary import Vocabulary
 
 
 class EnginePort(Protocol):

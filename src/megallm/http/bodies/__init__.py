@@ -1,0 +1,1 @@
+"""Requests as they come in: schemas, checks, and what they become for the engine."""

@@ -1,0 +1,1 @@
+"""Sockets and HTTP: one listening socket, its connections, and the app behind them."""

@@ -1,0 +1,1 @@
+"""The front ends as processes, and their line to the engine."""
