@@ -146,6 +146,7 @@ def run(options: argparse.Namespace, *, load: Load, open_engine: OpenEngine, std
                 f"megallm: ready after {steps.total_s:.1f} s at {url}; try: {curl}", file=stderr, flush=True
             )
             server.wait()
+            steps.begin()
     steps.done("stopped")
     return 0
 
@@ -160,6 +161,10 @@ class _Steps:
     @property
     def total_s(self) -> float:
         return time.perf_counter() - self._began
+
+    def begin(self) -> None:
+        """Lets the next step begin now: what came before it was none."""
+        self._last = time.perf_counter()
 
     def done(self, what: str) -> None:
         now = time.perf_counter()

@@ -104,10 +104,10 @@ async def test_a_request_that_never_gets_whole_does_not_keep_its_connection() ->
 async def test_a_connection_with_a_request_under_way_is_not_idle() -> None:
     """A long generation may take longer than a connection may be idle."""
     app = App()
-    async with connected(app, keep_alive_timeout=0.02) as (client, _):
+    async with connected(app, keep_alive_timeout=0.5) as (client, _):
         await client.get("/hold")
         await app.entered.wait()
-        with anyio.move_on_after(0.1):
+        with anyio.move_on_after(0.7):
             await app.left.wait()
         app.go.set()
         await client.read_until(b"held")
