@@ -95,6 +95,9 @@ class ScriptedPort:
             )
         return outbox
 
+    def abort_elsewhere(self, request_id: str | None) -> None:
+        """Has nobody to tell."""
+
     async def pause(self, mode: str = "keep") -> None:
         """Does nothing, as the next three."""
 

@@ -34,9 +34,13 @@ class Ledger:
     def __init__(self) -> None:
         self.batches: list[TokenBatch] = []
         self.num_notes = 0
+        self.aborted: list[str | None] = []
 
     def put(self, batch: TokenBatch) -> None:
         self.batches.append(batch)
+
+    def abort(self, request_id: str | None) -> None:
+        self.aborted.append(request_id)
 
     def note(self) -> None:
         self.num_notes += 1

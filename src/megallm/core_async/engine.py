@@ -8,6 +8,7 @@ the forward pass.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import anyio
 from anyio.abc import TaskStatus
@@ -75,13 +76,13 @@ class Engine:
         self._tokenizer = tokenizer
         self.routes = Routes()
         """Where the output of other processes' requests goes."""
+        self.abort_elsewhere = partial(self.routes.abort_elsewhere, owner=OWN)
+        """Has front ends in other processes end the HTTP requests of an X-Request-Id, or of None all."""
         self.next_request_id = request_ids(OWN)
         """Gives an id no other request of this engine has; callable from any thread."""
         self._stats = EngineStats(free_blocks=config.num_blocks)
         self._failure: Exception | None = None
-        self._is_built = False
-        self._is_started = False
-        self._is_stopping = False
+        self._is_built = self._is_started = self._is_stopping = False
         self._post: Callable[[Callable[[], object]], None] | None = None
 
     def stats(self) -> EngineStats:

@@ -167,3 +167,17 @@ async def test_an_engine_that_goes_or_talks_nonsense_ends_every_call(fault: str)
     with pytest.raises(EngineDeadError):
         await remote.submit([])
     ours.close()
+
+
+async def test_an_abort_reaches_every_front_end_but_the_one_that_was_asked() -> None:
+    """Front ends share a port: who asks for an abort can't choose the one that has the request."""
+    async with running() as rig, linked(rig, 3) as front_ends:
+        heard: list[tuple[int, str | None]] = []
+        for index, front_end in enumerate(front_ends):
+            front_end.remote.on_abort = lambda request_id, index=index: heard.append((index, request_id))
+        front_ends[1].remote.abort_elsewhere("one")
+        await eventually(lambda: len(heard) == 2)
+        rig.engine.abort_elsewhere(None)
+        await eventually(lambda: len(heard) == 5)
+        assert sorted(heard[:2]) == [(0, "one"), (2, "one")]
+        assert sorted(heard[2:]) == [(0, None), (1, None), (2, None)]

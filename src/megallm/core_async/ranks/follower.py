@@ -7,7 +7,6 @@ program pair with those of the leader's.
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import count
 from typing import assert_never
 
 import anyio
@@ -73,8 +72,11 @@ class Follower(Engine):
         self._own_name = ranks.names[ranks.place]
         self._step_s = step_s
         self._leader: RankStream[FromLeader] | None = None
-        self._numbers = count()
+        self._next_number = 0
         self._calls: dict[int, Reply[None]] = {}
+        """Of this rank's program, by number."""
+        self._early: dict[int, CallEnded] = {}
+        """Of calls that the leader has given up before this rank made them."""
 
     # ---- running -------------------------------------------------------------------------------
 
@@ -171,6 +173,9 @@ class Follower(Engine):
         self._has_jobs.set()
 
     def _end_call(self, ended: CallEnded) -> None:
+        if ended.number >= self._next_number:
+            self._early[ended.number] = ended
+            return
         reply = self._calls.pop(ended.number, None)
         if reply is None:
             return  # it was cancelled here
@@ -202,20 +207,24 @@ class Follower(Engine):
         Raises: what the leader's call raised; EngineStoppedError, EngineDeadError.
         """
         self.check_alive()
-        number = next(self._numbers)
-        reply = self._calls[number] = Reply[None]()
-        self._say_made(number, name)
+        reply = Reply[None]()
+        self._calls[self._next_number] = reply
+        self._say_made(name)
         await reply.wait()
 
     async def wait_for_leader(self) -> None:
         """Waits until the leader has shut down, or anything else has ended the engine."""
         if self._is_started and not self._has_ended.is_set():
-            self._say_made(next(self._numbers), SHUTDOWN)
+            self._say_made(SHUTDOWN)
             await self._has_ended.wait()
 
-    def _say_made(self, number: int, name: str) -> None:
+    def _say_made(self, name: str) -> None:
         assert self._leader is not None, "a call before the start"
+        number, self._next_number = self._next_number, self._next_number + 1
         self._leader.put(CallMade(number, name))
+        early = self._early.pop(number, None)
+        if early is not None:
+            self._end_call(early)
 
     def _fail_calls(self) -> None:
         while self._calls:

@@ -51,7 +51,13 @@ class CallEngine(Struct, frozen=True, tag=True, array_like=True):
     mode: str = "keep"
 
 
-type FromFrontend = Ready | SubmitRequests | CloseRequests | CallEngine
+class AbortElsewhere(Struct, frozen=True, tag=True, array_like=True):
+    """An administrator aborts: tell the other front ends; see AbortHere."""
+
+    request_id: str | None
+
+
+type FromFrontend = Ready | SubmitRequests | CloseRequests | CallEngine | AbortElsewhere
 
 # ---- to a front end ----------------------------------------------------------------------------
 
@@ -111,7 +117,13 @@ class Drain(Struct, frozen=True, tag=True, array_like=True):
     timeout_s: float
 
 
-type ToFrontend = Welcome | StepOutput | EngineState | Answer | EngineEnded | Drain
+class AbortHere(Struct, frozen=True, tag=True, array_like=True):
+    """End the HTTP requests of an X-Request-Id, or all; another front end was asked to."""
+
+    request_id: str | None
+
+
+type ToFrontend = Welcome | StepOutput | EngineState | Answer | EngineEnded | Drain | AbortHere
 
 # ---- errors ------------------------------------------------------------------------------------
 

@@ -50,6 +50,10 @@ class Route(Protocol):
         """The engine's figures or its phase have changed."""
         ...
 
+    def abort(self, request_id: str | None) -> None:
+        """The HTTP requests of an id, or all, are to end."""
+        ...
+
 
 class Routes:
     """The front ends of an engine. Owned by its loop."""
@@ -85,6 +89,12 @@ class Routes:
         for owner, route in self._routes.items():
             self._num_silent[owner] = 0
             route.note()
+
+    def abort_elsewhere(self, request_id: str | None, owner: int) -> None:
+        """Has every front end but `owner` end its HTTP requests of an id, or all."""
+        for other, route in self._routes.items():
+            if other != owner:
+                route.abort(request_id)
 
     def split(self, batch: TokenBatch) -> TokenBatch:
         """Sends each owner its part of a step's output, and gives the engine's own."""

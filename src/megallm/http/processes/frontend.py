@@ -75,6 +75,7 @@ async def serve(listener: socket.socket, engine: socket.socket) -> int:
     )
     server = AppServer(app, listener, protocol_config(setup.settings.bounds.max_header_bytes), traffic)
     remote.on_drain = server.begin_drain
+    remote.on_abort = traffic.abort
 
     async def drain_on_signal(*, task_status: TaskStatus[None]) -> None:
         with anyio.open_signal_receiver(signal.SIGTERM) as signals:

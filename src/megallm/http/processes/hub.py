@@ -18,6 +18,8 @@ from megallm.core_async.errors import EngineDeadError, EngineStoppedError, MegaL
 from megallm.core_async.messages import NewRequest, RequestId, TokenBatch
 from megallm.core_async.transport.byte_stream import ByteStream
 from megallm.core_async.transport.frames import (
+    AbortElsewhere,
+    AbortHere,
     Answer,
     CallEngine,
     CloseRequests,
@@ -109,6 +111,10 @@ class Peer:
         """See Route."""
         self._say(EngineState(self._engine.stats(), self._engine.phase))
 
+    def abort(self, request_id: str | None) -> None:
+        """See Route."""
+        self._say(AbortHere(request_id))
+
     def _say(self, frame: Struct) -> None:
         self._out.add(frame)
         if len(self._out) > self._max_behind:
@@ -172,6 +178,8 @@ class Peer:
                     self._engine.close_requests(list(closed))
             case CallEngine():
                 self._tasks.start_soon(self._call, frame)
+            case AbortElsewhere(request_id):
+                self._engine.routes.abort_elsewhere(request_id, self.owner)
             case Ready():
                 self.ready.set()
             case _:

@@ -23,6 +23,8 @@ from megallm.core_async.plan.phases import Phase
 from megallm.core_async.step_times import StepTimes
 from megallm.core_async.transport.byte_stream import ByteStream
 from megallm.core_async.transport.frames import (
+    AbortElsewhere,
+    AbortHere,
     Answer,
     CallEngine,
     CloseRequests,
@@ -97,6 +99,8 @@ class RemoteEngine:
     ) -> None:
         self.on_drain: Callable[[float], None] = lambda _: None
         """Called with the seconds there are, once the engine's process says that this one is to end."""
+        self.on_abort: Callable[[str | None], object] = lambda _: None
+        """Called with an X-Request-Id, or None for all, once another front end was asked to abort."""
         self.config = welcome.config
         self.next_request_id = request_ids(welcome.owner)
         self.has_ended = anyio.Event()
@@ -177,6 +181,8 @@ class RemoteEngine:
                 self._end(fault, Phase(phase))
             case Drain(timeout_s):
                 self.on_drain(timeout_s)
+            case AbortHere(request_id):
+                self.on_abort(request_id)
             case Welcome():
                 raise FrameError("the engine's process says Welcome twice")
             case _:
@@ -230,6 +236,10 @@ class RemoteEngine:
     async def resume(self) -> None:
         """See Engine. Raises: EngineStoppedError, EngineDeadError."""
         await self._call_engine("resume")
+
+    def abort_elsewhere(self, request_id: str | None) -> None:
+        """See Engine."""
+        self._say(AbortElsewhere(request_id))
 
     async def _call_engine(self, method: LifecycleCall, mode: str = "keep") -> None:
         self.check_alive()

@@ -64,7 +64,7 @@ async def resume(service: Service) -> Response:
 
 
 async def abort(service: Service) -> Response:
-    """Ends requests of this front end.
+    """Ends requests, those of the other front ends as well; says how many they were here.
 
     Raises: RequestError.
     """
@@ -73,6 +73,7 @@ async def abort(service: Service) -> Response:
     if (wanted.request_id is None) != bool(wanted.abort_all):
         raise RequestError("give one of request_id and abort_all", param="request_id")
     num_aborted = service.traffic.abort(wanted.request_id, besides=exchange_of_request())
+    service.port.abort_elsewhere(wanted.request_id)
     return json_reply({"status": "ok", "aborted": num_aborted})
 
 

@@ -1,0 +1,83 @@
+"""Waiting for other ranks, on virtual time: who does not answer is lost, who answers is waited for."""
+
+from collections.abc import Callable
+
+import anyio
+import pytest
+from msgspec import Struct
+from trio.testing import MockClock
+
+from megallm.core_async.errors import RankLostError
+from megallm.core_async.ranks.watch import ANSWER_S, PATIENCE_S, Watch
+from megallm.core_async.transport.rank_frames import AskWhere
+
+
+class FakePeer:
+    """A rank that may answer what it is asked."""
+
+    def __init__(self, name: int, on_frame: Callable[[int, Struct], None]) -> None:
+        self.name = name
+        self._on_frame = on_frame
+
+    def put(self, frame: Struct) -> None:
+        """Takes a frame."""
+        self._on_frame(self.name, frame)
+
+
+class Questions:
+    """Two ranks, and who of them answers."""
+
+    def __init__(self, answering: set[int], *, step_s: float = 600.0) -> None:
+        self.asked: list[int] = []
+        self._answering = answering
+        peers = [FakePeer(name, self._take) for name in (1, 2)]
+        self.watch = Watch(peers, 0, step_s=step_s)
+
+    def _take(self, name: int, frame: Struct) -> None:
+        assert isinstance(frame, AskWhere)
+        self.asked.append(name)
+        if name in self._answering:
+            self.watch.answered(name, 4 if name == 2 else 5)
+
+
+@pytest.mark.trio
+async def test_a_short_wait_asks_nobody(autojump_clock: MockClock) -> None:
+    """A step costs no frame but its plan."""
+    questions = Questions(set())
+
+    async def wait() -> str:
+        await anyio.sleep(PATIENCE_S / 2)
+        return "done"
+
+    assert await questions.watch.wait_for(wait, 5) == "done"
+    assert not questions.asked
+
+
+@pytest.mark.trio
+async def test_a_rank_that_does_not_answer_is_lost(autojump_clock: MockClock) -> None:
+    """It hangs as a whole, or its machine has gone without a word."""
+    began = anyio.current_time()
+    with pytest.raises(RankLostError, match="rank 2 is lost: a step takes long, and it has not answered"):
+        await Questions({1}).watch.wait_for(anyio.sleep_forever, 5)
+    assert anyio.current_time() - began == pytest.approx(PATIENCE_S + ANSWER_S)
+
+
+@pytest.mark.trio
+async def test_ranks_that_answer_are_waited_for(autojump_clock: MockClock) -> None:
+    """A long prompt takes its time; the wait is begun again where it was cut short."""
+    questions = Questions({1, 2})
+    ends = anyio.current_time() + 10 * PATIENCE_S
+
+    async def wait() -> str:
+        await anyio.sleep_until(ends)
+        return "done"
+
+    assert await questions.watch.wait_for(wait, 5) == "done"
+    assert len(questions.asked) >= 16
+
+
+@pytest.mark.trio
+async def test_a_step_has_a_deadline_all_the_same(autojump_clock: MockClock) -> None:
+    """A thread may hang while its rank's loop answers: the rank that has run the fewest steps is named."""
+    with pytest.raises(RankLostError, match=r"rank 2 hangs: step 5 has not ended on ranks \[2\] in 30 s"):
+        await Questions({1, 2}, step_s=30.0).watch.wait_for(anyio.sleep_forever, 5)
