@@ -9,10 +9,10 @@ import anyio
 
 from megallm.core_async.engine import Engine
 from megallm.core_async.messages import StepPlan
+from megallm.core_async.protocols import Runner
 from megallm.core_async.ranks.calls import FollowerCalls, LeaderCalls
 from megallm.core_async.ranks.follower import Follower
 from megallm.core_async.ranks.leader import Leader
-from megallm.core_async.protocols import Runner
 from tests.engines import Rig, engine_config, fake_runner
 from tests.fakes import FakeRunner, FakeTokenizer
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.errors import RankLostError
 from megallm.core_async.ranks.agree import agreed

@@ -24,10 +24,14 @@ async def test_a_failure_is_told_at_once_and_names_the_rank() -> None:
     runner.before_launch = fail
     worker = RankWorker(runner, 3, lambda failure: told.append(str(failure)))
     worker.is_explained.set()
-    with pytest.raises(RankLostError, match="rank 3 failed: ArithmeticError: not a number") as caught:
+
+    async def work() -> None:
         async with Supervisor() as supervisor:
             await supervisor.start("worker", worker.run)
             worker.address.send(FollowStep(step(1, [3])))
             await anyio.sleep_forever()
+
+    with pytest.raises(RankLostError, match="rank 3 failed: ArithmeticError: not a number") as caught:
+        await work()
     assert isinstance(caught.value.__cause__, ArithmeticError)
     assert told == ["rank 3 failed: ArithmeticError: not a number"]

@@ -44,7 +44,11 @@ async def test_each_call_waits_for_the_other_rank() -> None:
         assert phase(pair) is Phase.RUNNING
         await pair.follower_calls.pause()
         assert phase(pair) is Phase.PAUSED
-        for name, comes in (("suspend", Phase.SUSPENDED), ("resume", Phase.PAUSED), ("unpause", Phase.RUNNING)):
+        for name, comes in (
+            ("suspend", Phase.SUSPENDED),
+            ("resume", Phase.PAUSED),
+            ("unpause", Phase.RUNNING),
+        ):
             assert not await together(getattr(pair.leader_calls, name), getattr(pair.follower_calls, name))
             assert phase(pair) is comes
 
@@ -83,7 +87,9 @@ async def test_a_rank_that_shuts_down_makes_no_other_call() -> None:
         tasks.start_soon(pair.follower_calls.wait_for_leader)
         for _ in range(2):
             errors = await together(pair.leader_calls.pause)
-            assert errors[0].startswith("LifecycleError: rank 5 called shutdown() where this rank called pause()")
+            assert errors[0].startswith(
+                "LifecycleError: rank 5 called shutdown() where this rank called pause()"
+            )
         await pair.leading.engine.shutdown()
     assert (await together(pair.leader_calls.pause))[0].startswith("EngineStoppedError")
 

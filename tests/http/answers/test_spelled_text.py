@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import pytest
-from tests.http.bodies.test_prompts import FaceTokenizer
 
 from megallm.core_async.messages import Completion, Delta, RequestId
 from megallm.core_async.tokenizers import TokenizerAdapter
 from megallm.http.answers.spelled_text import SpelledText, spelling_detokenizer
 from tests.byte_tokenizer import ByteTokenizer
+from tests.http.bodies.test_prompts import FaceTokenizer
 from tests.http.serving import serving
 
 ANSWER = [*b"a", 257, *b"bc"]

@@ -14,6 +14,7 @@ MAX_FRAME_BYTES: Final = 256 * 2**20
 """Of one frame: a submission of 64 million prompt tokens."""
 
 _LENGTH: Final = Struct("<I")
+LENGTH_BYTES: Final = _LENGTH.size
 
 
 class FrameError(MegaLLMError):

@@ -19,7 +19,7 @@ from anyio.abc import TaskStatus
 
 from megallm.core_async.errors import RankLostError
 from megallm.core_async.transport.byte_stream import ByteStream
-from megallm.core_async.transport.framing import FrameError, FrameReader, FrameWriter
+from megallm.core_async.transport.framing import LENGTH_BYTES, FrameError, FrameReader, FrameWriter
 from megallm.core_async.transport.rank_frames import FromFollower, FromLeader, Join
 
 log = logging.getLogger(__name__)
@@ -190,17 +190,15 @@ class MeetingPlace:
         streams[place] = RankStream(sock, names[place], FromFollower.__value__)
 
     async def _place_of(self, stream: ByteStream) -> int | None:
-        """Gives the place that a connection proves to have: its first frame alone is read."""
+        """Gives the place that a connection proves to have. Reads its first frame, and no byte after it."""
         reader = FrameReader[Join](Join, MAX_JOIN_BYTES)
         try:
-            while chunk := await stream.receive(MAX_JOIN_BYTES):
-                frames = reader.feed(chunk)
-                if frames:
-                    is_known = len(frames) == 1 and hmac.compare_digest(frames[0].secret, self.meeting.secret)
-                    return frames[0].place if is_known else None
+            length = await _exactly(stream, LENGTH_BYTES)
+            reader.feed(length)
+            (join,) = reader.feed(await _exactly(stream, int.from_bytes(length, "little")))
         except (OSError, FrameError):
             return None
-        return None
+        return join.place if hmac.compare_digest(join.secret, self.meeting.secret) else None
 
     def close(self) -> None:
         """Listens no more; idempotent."""
@@ -232,6 +230,17 @@ async def connect(meeting: Meeting, place: int, leader: int) -> RankStream[FromL
     stream = RankStream[FromLeader](sock, leader, FromLeader.__value__)
     stream.put(Join(place, meeting.secret))
     return stream
+
+
+async def _exactly(stream: ByteStream, num_bytes: int) -> bytes:
+    """Gives so many bytes. Raises: OSError when the stream ends before."""
+    chunk = b""
+    while len(chunk) < num_bytes:
+        more = await stream.receive(num_bytes - len(chunk))
+        if not more:
+            raise ConnectionError("the stream has ended")
+        chunk += more
+    return chunk
 
 
 def _resolved(host: str, port: int) -> Any:  # Any: an address is a tuple of the family's own shape
