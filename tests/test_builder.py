@@ -9,7 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.inference.config import InferenceConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import nn
+from torch import distributed, nn
 
 from megallm.core_async.builder import HONOURED, Parts, build
 from megallm.core_async.errors import UnsupportedModelError
@@ -167,6 +167,27 @@ def test_each_replica_samples_by_a_seed_of_its_own(monkeypatch: pytest.MonkeyPat
         assert built().engine.config.sampling_seed == base
     groups = ProcessGroupCollection.use_mpu_process_groups()
     assert built(inference_config=settings(pg_collection=groups)).engine.config.sampling_seed == base
+
+
+def test_experts_on_ranks_that_run_other_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has no step to run would keep the others waiting for its experts, for ever."""
+    shared_model()
+    holders = [0, 1]
+
+    def group(*, check_initialized: bool) -> str:
+        return "experts"
+
+    def ranks_of(of_group: object) -> list[int]:
+        return holders
+
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_group", group)
+    monkeypatch.setattr(distributed, "get_process_group_ranks", ranks_of)
+    with pytest.raises(
+        UnsupportedModelError, match=r"spread over ranks \[0, 1\], and ranks \[0\] run the rest"
+    ):
+        built()
+    holders.remove(1)
+    built()
 
 
 def test_reports_are_made_where_they_are_asked_for() -> None:

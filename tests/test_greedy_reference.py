@@ -42,6 +42,8 @@ def read_cases() -> list[Case]:
 
 CASES = read_cases()
 PROMPTS = [case.prompt for case in CASES]
+HALVES = pytest.mark.parametrize("cases", [CASES[::2], CASES[1::2]], ids=["one half", "the other"])
+"""Every second case and the others: all at once take a busy machine too long for one test."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,7 +73,7 @@ def engine(
         expect_balanced(llm.engine.stats(), num_tokens // BLOCK_SIZE)
 
 
-@pytest.fixture
+@pytest.fixture(scope="class")
 def roomy(demo_model: tuple[Any, Any]) -> Iterator[MegatronLLM]:  # Any: megatron's model is untyped
     """Gives an engine with room for everything, which has run once: the first step compiles kernels."""
     with engine(demo_model) as llm:
@@ -103,37 +105,44 @@ def test_the_reference_is_what_it_should_be() -> None:
     assert {len(case.generated) for case in CASES} == {NUM_TOKENS}
 
 
-def test_one_batch_of_all(roomy: MegatronLLM) -> None:
-    """24 rows side by side, prefilled together."""
-    before = roomy.engine.stats().step
-    stats = expect_reference(roomy, CASES)
-    assert stats.step - before < 2 * NUM_TOKENS, "it ran as a batch"
-    assert stats.preemptions == 0
+class TestRoomForEverything:
+    """With one engine, since each has the model laid out anew."""
+
+    @HALVES
+    def test_one_batch_of_all(self, roomy: MegatronLLM, cases: list[Case]) -> None:
+        """Rows side by side, prefilled together."""
+        before = roomy.engine.stats().step
+        stats = expect_reference(roomy, cases)
+        assert stats.step - before < 2 * NUM_TOKENS, "it ran as a batch"
+        assert stats.preemptions == 0
+
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{len(case.prompt)} tokens")
+    def test_a_call_of_its_own(self, roomy: MegatronLLM, case: Case) -> None:
+        """One row, from its prompt to its last token."""
+        expect_reference(roomy, [case])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{len(case.prompt)} tokens")
-def test_a_call_of_its_own(roomy: MegatronLLM, case: Case) -> None:
-    """One row, from its prompt to its last token."""
-    expect_reference(roomy, [case])
-
-
-def test_a_pool_so_small_that_requests_are_preempted(demo_model: tuple[Any, Any]) -> None:
+@HALVES
+def test_a_pool_so_small_that_requests_are_preempted(demo_model: tuple[Any, Any], cases: list[Case]) -> None:
     """Those that lose their blocks compute prompt and output again, and go on where they were."""
-    with engine(demo_model, num_tokens=3_200) as llm:
-        stats = expect_reference(llm, CASES)
+    with engine(demo_model, num_tokens=1_200) as llm:
+        stats = expect_reference(llm, cases)
         assert stats.preemptions > 0
 
 
-def test_steps_so_small_that_prompts_are_chunked(demo_model: tuple[Any, Any]) -> None:
+@HALVES
+def test_steps_so_small_that_prompts_are_chunked(demo_model: tuple[Any, Any], cases: list[Case]) -> None:
     """The longest goes in eight pieces, beside rows that decode."""
     with engine(demo_model, max_tokens=96, enable_chunked_prefill=True) as llm:
-        stats = expect_reference(llm, CASES)
-        assert stats.prefill_tokens == sum(map(len, PROMPTS))
-        assert stats.step >= NUM_TOKENS + sum(map(len, PROMPTS)) // 96
+        stats = expect_reference(llm, cases)
+        num_prompt = sum(len(case.prompt) for case in cases)
+        assert stats.prefill_tokens == num_prompt
+        assert stats.step >= NUM_TOKENS + num_prompt // 96
 
 
-def test_steps_so_small_that_prompts_wait(demo_model: tuple[Any, Any]) -> None:
+@HALVES
+def test_steps_so_small_that_prompts_wait(demo_model: tuple[Any, Any], cases: list[Case]) -> None:
     """Unsplit, each waits for a step that has room for all of it."""
     with engine(demo_model, max_tokens=300) as llm:
-        stats = expect_reference(llm, CASES)
-        assert stats.step >= NUM_TOKENS + sum(map(len, PROMPTS)) // 300
+        stats = expect_reference(llm, cases)
+        assert stats.step >= NUM_TOKENS + sum(len(case.prompt) for case in cases) // 300

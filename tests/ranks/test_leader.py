@@ -83,23 +83,36 @@ async def test_the_cache_of_every_rank_is_given_back_and_taken() -> None:
         assert not pair.leading.runner.is_released
 
 
-async def test_a_rank_that_does_not_start_ends_the_start_of_all() -> None:
+@pytest.mark.parametrize("place", [0, 1])
+async def test_a_rank_that_does_not_start_ends_the_start_of_all(place: int) -> None:
     """With its name: each rank's program has to say why it ends."""
     pair = new_pair()
 
     def fail() -> None:
         raise MemoryError("no room")
 
-    pair.follower_runner.start = fail
-    errors: dict[str, str] = {}
+    (pair.leading.runner, pair.follower_runner)[place].start = fail
+    errors = ["", ""]
 
-    async def start(name: str) -> None:
+    async def start(starting: int) -> None:
         try:
-            await (pair.leading.engine if name == "leader" else pair.follower).run()
+            await (pair.leading.engine, pair.follower)[starting].run()
         except (MemoryError, RankLostError) as error:
-            errors[name] = str(error)
+            errors[starting] = str(error)
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(start, "leader")
-        tasks.start_soon(start, "follower")
-    assert errors == {"leader": "rank 5 did not start: no room", "follower": "no room"}
+        tasks.start_soon(start, 0)
+        tasks.start_soon(start, 1)
+    assert errors[place] == "no room"
+    assert errors[1 - place] in (
+        f"rank {4 + place} did not start: no room",
+        f"rank {4 + place} failed: MemoryError: no room",
+    )
+
+
+async def test_a_leader_that_stops_at_once_lets_every_rank_start_first() -> None:
+    """Construction returns on all ranks or on none."""
+    async with running_pair() as pair:
+        await pair.leading.engine.shutdown()
+        await pair.follower.wait_for_shutdown()
+    assert pair.follower.phase is Phase.STOPPED

@@ -3,31 +3,29 @@
 One pair of processes makes all the checks of its program, `tensor_parallel.py`.
 """
 
-import json
-from functools import cache
 from typing import Any
+
+import pytest
 
 from megallm.models.megatron_setup import ensure_process_groups, quiet_megatron
 from tests.device.models import plain_continuation
-from tests.ranks.processes import ranks
+from tests.ranks.processes import Ranks
 from tests.ranks.split_model import split_gpt
 from tests.ranks.tensor_parallel import NUM_TOKENS, mixed_prompts
 
 NUM_RANKS = 2
 
 
-@cache
-def reports() -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def reports(rank_processes: Ranks) -> list[dict[str, Any]]:
     """Gives what each rank saw, by rank."""
-    with ranks("tests.ranks.tensor_parallel", NUM_RANKS) as processes:
-        outputs = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0] * NUM_RANKS, outputs
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    with rank_processes.running("tests.ranks.tensor_parallel", NUM_RANKS) as processes:
+        return [process.report() for process in processes]
 
 
-def test_greedy_ids_are_those_of_the_whole_model() -> None:
+def test_greedy_ids_are_those_of_the_whole_model(reports: list[dict[str, Any]]) -> None:
     """With chunked prompts, prefix hits and preemption; the reference is plain passes without an engine."""
-    leader = reports()[0]
+    leader = reports[0]
     with quiet_megatron():
         ensure_process_groups()
         whole = split_gpt()
@@ -38,37 +36,37 @@ def test_greedy_ids_are_those_of_the_whole_model() -> None:
     assert prefix_hit_rate > 0.2
 
 
-def test_pauses_and_suspends_of_every_kind_change_no_id() -> None:
+def test_pauses_and_suspends_of_every_kind_change_no_id(reports: list[dict[str, Any]]) -> None:
     """They reach every rank's cache, and every rank's program returns from its own call."""
-    leader = reports()[0]
+    leader = reports[0]
     for mode in ("persist", "offload", "recompute"):
         assert leader[mode] == leader["greedy"], mode
 
 
-def test_a_step_costs_one_frame_for_each_rank() -> None:
+def test_a_step_costs_one_frame_for_each_rank(reports: list[dict[str, Any]]) -> None:
     """Of its plan's columns: what the ranks are told does not grow with the requests otherwise."""
-    leader = reports()[0]
+    leader = reports[0]
     assert leader["frames"] == leader["steps"] * (NUM_RANKS - 1)
     assert leader["bytes"] < leader["steps"] * 1000
 
 
-def test_ranks_that_do_not_lead_refuse_requests() -> None:
+def test_ranks_that_do_not_lead_refuse_requests(reports: list[dict[str, Any]]) -> None:
     """Their results would be nowhere."""
-    refused = reports()[1]["refused"]
+    refused = reports[1]["refused"]
     assert (
         refused
         == "RuntimeError: generate() runs on the primary rank in coordinator mode; this is global rank 1"
     )
 
 
-def test_calls_that_do_not_pair_are_named_on_every_rank() -> None:
+def test_calls_that_do_not_pair_are_named_on_every_rank(reports: list[dict[str, Any]]) -> None:
     """Each would wait for the other for ever."""
-    leader, follower = (report["mismatch"] for report in reports())
+    leader, follower = (report["mismatch"] for report in reports)
     assert leader == follower
     assert leader.startswith("LifecycleError: rank 1 called unpause() where this rank called pause()")
 
 
-def test_direct_mode_is_refused_for_a_split_model() -> None:
+def test_direct_mode_is_refused_for_a_split_model(reports: list[dict[str, Any]]) -> None:
     """Each rank would plan for itself, and the plans would drift apart."""
-    for report in reports():
+    for report in reports:
         assert report["direct"].startswith("ValueError: use_coordinator=False and a model over 2 ranks")

@@ -73,6 +73,18 @@ async def test_a_stranger_is_turned_away_and_ranks_get_in(
     follower.close()
 
 
+async def test_a_silent_stranger_keeps_no_rank_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or whoever reaches the port could hold up the start; nor do more of them than are looked at."""
+    monkeypatch.setattr(ranks, "MAX_STRANGERS", 2)
+    place = MeetingPlace(None)
+    address = place.meeting.host, place.meeting.port
+    with socket.create_connection(address), anyio.fail_after(ranks.JOIN_S / 2):
+        follower = await connect(place.meeting, 1, 4)
+        (leaders,) = await place.followers(NAMES)
+    leaders.close()
+    follower.close()
+
+
 async def test_a_place_that_is_taken_or_unknown_is_turned_away() -> None:
     """A rank that comes twice would get another one's plans."""
     place = MeetingPlace(None)

@@ -17,6 +17,7 @@ from megallm.core_async.device.model import ModelHook
 from megallm.core_async.device.rank_group import RankGroup, Ranks
 from megallm.core_async.device.runner import TorchRunner
 from megallm.core_async.engine import Engine
+from megallm.core_async.errors import UnsupportedModelError
 from megallm.core_async.intake import Intake
 from megallm.core_async.matchers import Matchers
 from megallm.core_async.messages import EngineStats
@@ -95,6 +96,7 @@ def build(  # the constructor's arguments, which are the public API
     settings = InferenceConfig() if inference_config is None else inference_config
     _warn_of_unused(settings)
     ranks = _ranks_of(model, settings)
+    _refuse_spread_experts(settings, ranks)
     if ranks is not None and not use_coordinator:
         raise ValueError(
             f"use_coordinator=False and a model over {len(ranks.names)} ranks: ranks are kept in step by a"
@@ -150,6 +152,22 @@ def _ranks_of(model: torch.nn.Module, settings: InferenceConfig) -> Ranks | None
     if group is None or distributed.get_world_size(group) == 1:
         return None
     return RankGroup(group, next(model.parameters()).device)
+
+
+def _refuse_spread_experts(settings: InferenceConfig, ranks: Ranks | None) -> None:
+    """Refuses experts on ranks that run other requests: a rank without work would keep the others waiting."""
+    group: Any = getattr(settings.pg_collection, "ep", None)  # Any: megatron is untyped
+    if group is None and distributed.is_initialized() and parallel_state.is_initialized():
+        group = parallel_state.get_expert_model_parallel_group(check_initialized=False)
+    holders = [] if group is None else distributed.get_process_group_ranks(group)
+    if not holders:
+        return
+    own = [distributed.get_rank()] if ranks is None else ranks.names
+    if not set(holders) <= set(own):
+        raise UnsupportedModelError(
+            f"the experts are spread over ranks {holders}, and ranks {list(own)} run the rest of the model;"
+            " set up megatron's groups with expert_model_parallel_size at most tensor_model_parallel_size"
+        )
 
 
 def _check_model(model: object, *, use_coordinator: bool) -> None:

@@ -153,7 +153,7 @@ class Follower(Engine):
                 self._has_gone_on.set()
             case End(fault):
                 error = error_of(fault)
-                if not isinstance(error, EngineStoppedError):
+                if not isinstance(error, EngineStoppedError) or not self._has_gone_on.is_set():
                     raise error
                 self._is_stopping = True
                 self._stop_asked.set()

@@ -16,7 +16,7 @@ from anyio.abc import TaskStatus
 from msgspec import Struct
 
 from megallm.core_async.device.rank_group import Ranks
-from megallm.core_async.errors import ActorGone, RankLostError
+from megallm.core_async.errors import ActorGone, EngineDeadError, EngineStoppedError, RankLostError
 from megallm.core_async.kit.reply import Reply, gone_error
 from megallm.core_async.kit.supervisor import Supervisor
 from megallm.core_async.messages import (
@@ -213,10 +213,18 @@ class Leader:
             return
         self._has_gone = True
         self._own.is_explained.set()
-        self._to_all(End(fault_of(self._failure or self._why())))
+        self._to_all(End(fault_of(self._ending())))
         while self._jobs:
             self._jobs.popleft().reply.fail(self._make_gone())
         self.calls.fail(self._make_gone)
+
+    def _ending(self) -> RankLostError | EngineStoppedError:
+        """Gives what the other ranks end with: that the engine was stopped, or which rank has failed."""
+        error = self._failure or self._why()
+        if isinstance(error, RankLostError | EngineStoppedError):
+            return error
+        first = error.__cause__ if isinstance(error, EngineDeadError) else error
+        return RankLostError(f"rank {self._name} failed: {type(first).__name__}: {first}")
 
     async def _end(self) -> None:
         """Waits until the other ranks have ended too, which they say by closing."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import anyio
 import msgspec
-from anyio.abc import TaskStatus
+from anyio.abc import TaskGroup, TaskStatus
 
 from megallm.core_async.errors import RankLostError
 from megallm.core_async.transport.byte_stream import ByteStream
@@ -33,6 +33,8 @@ JOIN_S: Final = 5.0
 """How long a connection has to say who it is."""
 
 MAX_JOIN_BYTES: Final = 256
+MAX_STRANGERS: Final = 128
+"""Connections at once that have not said who they are; more are closed."""
 
 MAX_BEHIND: Final = 64 * 2**20
 """Bytes that a rank may be behind: it does not read any more."""
@@ -136,6 +138,37 @@ def encoded(frame: msgspec.Struct) -> bytearray:
     return writer.take()
 
 
+class _Joined:
+    """Who has come: owner of their streams until all have."""
+
+    def __init__(self, names: Sequence[int]) -> None:
+        self._names = names
+        self.streams: dict[int, RankStream[FromFollower]] = {}
+        self.num_strangers = 0
+        """Connections that have not said who they are."""
+        self.all_here = anyio.Event()
+
+    @property
+    def missing(self) -> list[int]:
+        """The global ranks that have not come."""
+        return [name for place, name in enumerate(self._names) if place and place not in self.streams]
+
+    def add(self, place: int | None, sock: socket.socket) -> bool:
+        """Takes a rank's socket; False where it is none of ours, or has come before."""
+        if place is None or not 0 < place < len(self._names) or place in self.streams:
+            log.warning("a connection came that is none of this engine's ranks; it was closed")
+            return False
+        self.streams[place] = RankStream(sock, self._names[place], FromFollower.__value__)
+        if not self.missing:
+            self.all_here.set()
+        return True
+
+    def close(self) -> None:
+        """Closes whoever has come."""
+        for stream in self.streams.values():
+            stream.close()
+
+
 class MeetingPlace:
     """Owns the leader's listening socket, until all have come."""
 
@@ -153,41 +186,45 @@ class MeetingPlace:
 
         `names`: the global ranks by place. Raises: RankLostError naming who did not come.
         """
-        streams: dict[int, RankStream[FromFollower]] = {}
+        joined = _Joined(names)
         try:
             with anyio.move_on_after(CONNECT_S):
-                while len(streams) < len(names) - 1:
-                    await anyio.wait_readable(self._listener)
-                    await self._accept(streams, names)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._accept, tasks, joined)
+                    await joined.all_here.wait()
+                    tasks.cancel_scope.cancel()
         except BaseException:
-            for stream in streams.values():
-                stream.close()
+            joined.close()
             raise
         finally:
             self.close()
-        missing = [name for place, name in enumerate(names) if place and place not in streams]
-        if missing:
-            for stream in streams.values():
-                stream.close()
-            raise RankLostError(f"ranks {missing} did not connect within {CONNECT_S:g} s")
-        return [streams[place] for place in sorted(streams)]
+        if joined.missing:
+            joined.close()
+            raise RankLostError(f"ranks {joined.missing} did not connect within {CONNECT_S:g} s")
+        return [stream for _, stream in sorted(joined.streams.items())]
 
-    async def _accept(self, streams: dict[int, RankStream[FromFollower]], names: Sequence[int]) -> None:
-        """Takes one connection, if it is one of ours that has not come yet."""
-        sock, address = self._listener.accept()
+    async def _accept(self, tasks: TaskGroup, joined: "_Joined") -> None:
+        """Takes connections, and lets each say who it is: a silent one keeps no rank waiting."""
+        while True:
+            await anyio.wait_readable(self._listener)
+            sock, _ = self._listener.accept()
+            if joined.num_strangers >= MAX_STRANGERS:
+                sock.close()
+                continue
+            joined.num_strangers += 1
+            tasks.start_soon(self._admit, sock, joined)
+
+    async def _admit(self, sock: socket.socket, joined: "_Joined") -> None:
+        """Takes a connection in, if it is one of ours that has not come yet."""
         stream = ByteStream(sock)
         place = None
         try:
             with anyio.move_on_after(JOIN_S):
                 place = await self._place_of(stream)
         finally:
-            is_ours = place is not None and 0 < place < len(names) and place not in streams
-            if not is_ours:
+            joined.num_strangers -= 1
+            if not joined.add(place, sock):
                 stream.close()
-        if place is None or not is_ours:
-            log.warning("a connection from %s is none of this engine's ranks; it was closed", address)
-            return
-        streams[place] = RankStream(sock, names[place], FromFollower.__value__)
 
     async def _place_of(self, stream: ByteStream) -> int | None:
         """Gives the place that a connection proves to have. Reads its first frame, and no byte after it."""
