@@ -9,6 +9,7 @@ import anyio
 from megallm.core_async.kit.actor import Actor
 from megallm.core_async.messages import (
     CollectStep,
+    FollowStep,
     Floats,
     LaunchStep,
     ReleaseCache,
@@ -218,6 +219,8 @@ class InlineWorker(Actor[WorkerMessage]):
                 pending, done_at = self._pending.popleft()
                 await anyio.sleep_until(done_at)
                 return pending.result()
+            case FollowStep():
+                raise AssertionError("this engine follows no other rank")
             case ReleaseCache(keep_contents):
                 return self._runner.release_cache(keep_contents=keep_contents)
             case RestoreCache():
