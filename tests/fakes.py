@@ -9,8 +9,8 @@ import anyio
 from megallm.core_async.kit.actor import Actor
 from megallm.core_async.messages import (
     CollectStep,
-    FollowStep,
     Floats,
+    FollowStep,
     LaunchStep,
     ReleaseCache,
     RestoreCache,
