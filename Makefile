@@ -17,8 +17,9 @@ help: ## list the targets
 demo: $(RUNTIME) ## answer the prompts of docs/demo_prompts.txt with a 135M model
 	@$(BIN)/megallm generate --prompts docs/demo_prompts.txt --max-tokens 64 --progress
 
+# Two processes, each with whole files: no test needs more than one core for long, and a GPU's can't share it.
 test: $(DEV) ## run the tests
-	@$(ONE_THREAD) $(BIN)/python -m pytest $(ARGS)
+	@$(ONE_THREAD) $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile)
 
 check: $(DEV) ## lint, format, types, floors
 	$(BIN)/ruff check
