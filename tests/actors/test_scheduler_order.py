@@ -1,5 +1,7 @@
 """Who runs first, who yields, and who may pass whom: the scheduler's and the allocator's rules together."""
 
+from random import Random
+
 import pytest
 
 from megallm.core_async.plan.policy import MAX_PASSES
@@ -106,3 +108,27 @@ async def test_an_admission_leaves_those_that_run_a_block_each_to_grow() -> None
         running.check()
         waiting.check()
     assert pump.stats.preemptions == 0
+
+
+@pytest.mark.parametrize("chunks_prompts", [False, True])
+async def test_two_hundred_that_wait_for_a_full_cache_all_finish_in_bounded_rounds(
+    *, chunks_prompts: bool
+) -> None:
+    """Ten times what fits: each gets its turn, and batching costs nobody more than turns one by one would."""
+    random = Random(7)
+    prompts = [
+        Prompt(tuple(random.randrange(97) for _ in range(random.randint(1, 40))), random.randint(1, 30))
+        for _ in range(200)
+    ]
+    bounds = limits(max_tokens=64, max_requests=16, chunks_prompts=chunks_prompts)
+    async with pumping(bounds, num_blocks=20) as pump:
+        accounts = await pump.submit(*prompts)
+        await pump.run()
+        assert pump.stats.waiting == pump.stats.running == 0
+        for account in accounts:
+            account.check()
+            assert account.num_passes <= MAX_PASSES + 1
+        one_by_one = sum(1 + prompt.num_new for prompt in prompts)
+        assert pump.stats.step < one_by_one
+        assert pump.stats.preemptions > 0, "the cache was never short"
+        await pump.check_all_free()
