@@ -67,7 +67,7 @@ class PacedRunner:
         """Waits for the step's time, and gives its result."""
         now = time.perf_counter()
         self._next_s = max(now, self._next_s + self._step_s)
-        time.sleep(self._next_s - now)
+        time.sleep(self._next_s - now)  # it stands for the device, on the thread that waits for one
         start = 4 * (plan.step % NUM_WORDS)
         return FreeStep(StepResult(plan.step, Ints(self._words[start : start + 4 * plan.samples.count(1)])))
 

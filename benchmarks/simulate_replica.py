@@ -5,7 +5,6 @@ results: two plans in flight, each of which ends when the cost model says.
 """
 
 from collections import deque
-from typing import Final
 
 from anyio.abc import TaskGroup
 
@@ -13,6 +12,7 @@ from benchmarks.simulate_cost import CostModel
 from megallm.core_async.actors.allocator import Allocator
 from megallm.core_async.actors.scheduler import Scheduler
 from megallm.core_async.config import EngineConfig
+from megallm.core_async.engine import DEPTH
 from megallm.core_async.kit.gate import Gate
 from megallm.core_async.messages import (
     EngineStats,
@@ -29,29 +29,13 @@ from megallm.core_async.plan.block_pool import BlockPool
 from megallm.core_async.plan.policy import Limits
 from megallm.core_async.plan.roster import Roster
 
-DEPTH: Final = 2
-"""Plans in flight, as in the engine."""
-
 
 class Replica:
     """Scheduler, allocator, and a device that is busy until some time."""
 
     def __init__(self, config: EngineConfig, cost: CostModel) -> None:
-        pool = BlockPool(
-            config.num_blocks,
-            config.block_size,
-            keeps_cached=config.keeps_cached and config.shares_prefixes,
-            max_held=config.max_held_blocks,
-        )
-        limits = Limits(
-            max_tokens=config.max_tokens,
-            max_requests=config.max_requests,
-            block_size=config.block_size,
-            chunks_prompts=config.chunks_prompts,
-            shares_prefixes=config.shares_prefixes,
-        )
-        roster = Roster(limits, num_blocks=config.num_blocks, max_waiting=config.max_waiting)
-        self._allocator = Allocator(pool)
+        roster = Roster(Limits.of(config), num_blocks=config.num_blocks, max_waiting=config.max_waiting)
+        self._allocator = Allocator(BlockPool.of(config))
         self._scheduler = Scheduler(roster, self._allocator.address, Gate())
         self._decode_s = cost.table(config.max_requests)
         self._prompt_token_s = cost.prompt_token_s

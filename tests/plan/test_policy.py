@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megallm.core_async.messages import NewRequest, RequestId, Row, Sampling, TextSpec, pack_ints
 from megallm.core_async.plan.policy import MAX_PASSES, Choice, Limits, candidates, choose
 from megallm.core_async.plan.request import Request
+from tests.engines import engine_config
 
 
 @dataclass(frozen=True)
@@ -160,3 +161,15 @@ def test_one_that_was_passed_often_is_not_passed_any_more() -> None:
     waiting = [State(3, num_passed=MAX_PASSES - 1).request(), State(3, num_passed=MAX_PASSES).request()]
     offered = candidates(waiting, [Row(0), Row(1)], bounds(), most=9)
     assert [admission.may_be_passed for _, admission in offered] == [True, False]
+
+
+def test_the_limits_of_an_engine_are_its_configs() -> None:
+    """The engine, and the simulated one, go by what the user has set."""
+    config = engine_config(max_tokens=48, max_requests=5, block_size=8, shares_prefixes=True)
+    assert Limits.of(config) == Limits(
+        max_tokens=48,
+        max_requests=5,
+        block_size=8,
+        chunks_prompts=config.chunks_prompts,
+        shares_prefixes=True,
+    )

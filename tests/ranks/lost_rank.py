@@ -19,7 +19,7 @@ from tests.fakes import FakeTokenizer
 from tests.ranks.split_model import split_gpt
 from tests.small_llm import greedy, settings
 
-NUM_FORWARDS = 20
+NUM_FORWARDS = 50
 """Before the rank raises that is to raise."""
 
 
@@ -70,8 +70,7 @@ def main() -> None:
     for waiter in waiters:
         waiter.start()
     if llm.is_primary_rank:
-        while llm.engine.stats().step < 2:
-            time.sleep(0.01)
+        next(llm.stream([6], greedy(2)))  # so the ranks run, and the waiters are among what they run
     print("running", flush=True)  # noqa: T201 - the parent reads it
     for waiter in waiters:
         waiter.join()

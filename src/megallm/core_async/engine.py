@@ -124,22 +124,8 @@ class Engine:
         self._has_ended = anyio.Event()
         self._worker = self._make_worker(self._runner)
         self._link: Link = LocalLink(self._worker.address, collects_at_once=self._runner.runs_at_launch)
-        self._allocator = Allocator(
-            BlockPool(
-                config.num_blocks,
-                config.block_size,
-                keeps_cached=config.keeps_cached and config.shares_prefixes,
-                max_held=config.max_held_blocks,
-            )
-        )
-        limits = Limits(
-            max_tokens=config.max_tokens,
-            max_requests=config.max_requests,
-            block_size=config.block_size,
-            chunks_prompts=config.chunks_prompts,
-            shares_prefixes=config.shares_prefixes,
-        )
-        roster = Roster(limits, num_blocks=config.num_blocks, max_waiting=config.max_waiting)
+        self._allocator = Allocator(BlockPool.of(config))
+        roster = Roster(Limits.of(config), num_blocks=config.num_blocks, max_waiting=config.max_waiting)
         self._scheduler = Scheduler(roster, self._allocator.address, self._gate)
         self._detokenizer = Detokenizer(self._tokenizer.detokenize, self._outboxes, self.times, self.routes)
         addresses = self._scheduler.address, self._detokenizer.address

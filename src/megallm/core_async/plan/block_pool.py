@@ -7,7 +7,9 @@ written: at least the last token of a request is computed anew, into a block of 
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Self
 
+from megallm.core_async.config import EngineConfig
 from megallm.core_async.messages import Admission, BlockGrant, BlockId, FilledBlocks, ReserveBlocks, Row
 from megallm.core_async.plan.draft import Draft
 from megallm.core_async.plan.prefix import PrefixIndex
@@ -46,6 +48,16 @@ class BlockPool:
         """The same keys by row, those that were filled included."""
         self._unshared: set[Row] = set()
         """Rows that began before the prefixes were forgotten: none of their blocks is made known."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """Gives an engine's: without prefix caching nothing stays, forks' blocks neither."""
+        return cls(
+            config.num_blocks,
+            config.block_size,
+            keeps_cached=config.keeps_cached and config.shares_prefixes,
+            max_held=config.max_held_blocks,
+        )
 
     @property
     def num_blocks(self) -> int:

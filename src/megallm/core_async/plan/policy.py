@@ -8,9 +8,11 @@ admitted is the allocator's answer.
 
 from collections.abc import Iterable
 from itertools import islice
+from typing import Self
 
 from msgspec import Struct
 
+from megallm.core_async.config import EngineConfig
 from megallm.core_async.messages import Admission, Row
 from megallm.core_async.plan.request import Request
 
@@ -32,6 +34,17 @@ class Limits(Struct, frozen=True):
     chunks_prompts: bool
     """Whether a prompt may be split although it would fit a step of its own."""
     shares_prefixes: bool = False
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """Gives those of an engine."""
+        return cls(
+            max_tokens=config.max_tokens,
+            max_requests=config.max_requests,
+            block_size=config.block_size,
+            chunks_prompts=config.chunks_prompts,
+            shares_prefixes=config.shares_prefixes,
+        )
 
 
 class Choice(Struct):
