@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from megallm.core_async.messages import NewRequest, RequestId, Row, Sampling, TextSpec, pack_ints
 from megallm.core_async.plan.policy import MAX_PASSES, Choice, Limits, candidates, choose
@@ -165,11 +166,9 @@ def test_one_that_was_passed_often_is_not_passed_any_more() -> None:
 
 def test_the_limits_of_an_engine_are_its_configs() -> None:
     """The engine, and the simulated one, go by what the user has set."""
-    config = engine_config(max_tokens=48, max_requests=5, block_size=8, shares_prefixes=True)
+    config = structs.replace(
+        engine_config(max_tokens=48, max_requests=5, chunks_prompts=True), shares_prefixes=True
+    )
     assert Limits.of(config) == Limits(
-        max_tokens=48,
-        max_requests=5,
-        block_size=8,
-        chunks_prompts=config.chunks_prompts,
-        shares_prefixes=True,
+        max_tokens=48, max_requests=5, block_size=4, chunks_prompts=True, shares_prefixes=True
     )
