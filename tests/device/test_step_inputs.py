@@ -1,10 +1,5 @@
 """A plan's tensors, against a loop over its rows."""
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,9 +9,9 @@ from megallm.core_async.device.rope import table_of
 from megallm.core_async.device.rows import Rows
 from megallm.core_async.device.step_inputs import StepInputs, inputs_of
 from megallm.core_async.messages import Ints, StepPlan, pack_ints
+from tests.counted_lines import lines_run
 
 CPU = torch.device("cpu")
-type TraceFunction = Callable[[FrameType, str, Any], Any]  # as sys.settrace has it
 
 
 def rows_with_tables(max_requests: int = 6) -> Rows:
@@ -124,23 +119,10 @@ def test_rotary_rows_are_gathered_by_position() -> None:
 def test_more_rows_run_no_more_python(length: int) -> None:
     """A loop over rows would cost a batch of 256 more than the model's own launch."""
 
-    def lines_run(count: int) -> int:
+    def lines_of(count: int) -> int:
         rows = Rows(max_requests=count, max_sequence_length=64, block_size=4, device=CPU)
         parts = [(row, 32, length, row % 2 == 0) for row in range(count)]
         plan = plan_of(parts, num_decode=0, tokens=[1] * count * length)
-        lines = 0
+        return lines_run(lambda: built(plan, rows))
 
-        def count_lines(frame: FrameType, event: str, arg: object) -> TraceFunction:
-            nonlocal lines
-            lines += 1
-            return count_lines
-
-        before = sys.gettrace()
-        sys.settrace(count_lines)
-        try:
-            built(plan, rows)
-        finally:
-            sys.settrace(before)
-        return lines
-
-    assert lines_run(256) == lines_run(4) > 0
+    assert lines_of(256) == lines_of(4) > 0

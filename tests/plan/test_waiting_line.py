@@ -3,8 +3,6 @@
 import sys
 from itertools import islice
 from random import Random
-from types import FrameType
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from megallm.core_async.plan.request import Request
 from megallm.core_async.plan.waiting_line import WaitingLine
+from tests.counted_lines import lines_run
 from tests.plan.requests import request_of
 
 
@@ -113,20 +112,9 @@ def test_the_head_is_found_at_once_after_many_have_left_from_behind_it() -> None
         line.append(request)
     for request in Random(0).sample(requests[3:-3], len(requests) - 6):
         line.leave(request)
-    num_lines = 0
-
-    def count(frame: FrameType, event: str, arg: Any) -> Any:  # Any: as the type of a trace function has it
-        nonlocal num_lines
-        num_lines += event == "line"
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        head = list(islice(line, 6))
-    finally:
-        sys.settrace(before)
+    head: list[Request] = []
+    num_lines = lines_run(lambda: head.extend(islice(line, 6)))
     assert head == sorted(
         requests[:3] + requests[-3:], key=lambda request: (request.priority, request.request_id)
     )
-    assert num_lines < 30
+    assert 0 < num_lines < 30
