@@ -19,6 +19,8 @@ from megallm.core_async.messages import (
     Ints,
     NewRequest,
     NextStep,
+    PrefixReport,
+    ReportPrefixes,
     StepPlan,
     StepResult,
     Submit,
@@ -27,15 +29,18 @@ from megallm.core_async.messages import (
 )
 from megallm.core_async.plan.block_pool import BlockPool
 from megallm.core_async.plan.policy import Limits
+from megallm.core_async.plan.prefix_changes import PrefixChanges
 from megallm.core_async.plan.roster import Roster
 
 
 class Replica:
     """Scheduler, allocator, and a device that is busy until some time."""
 
-    def __init__(self, config: EngineConfig, cost: CostModel) -> None:
+    def __init__(self, config: EngineConfig, cost: CostModel, *, reports: bool = False) -> None:
+        """`reports`: notes what becomes of its prefixes."""
         roster = Roster(Limits.of(config), num_blocks=config.num_blocks, max_waiting=config.max_waiting)
-        self._allocator = Allocator(BlockPool.of(config))
+        changes = PrefixChanges() if reports else None
+        self._allocator = Allocator(BlockPool.of(config, changes), changes)
         self._scheduler = Scheduler(roster, self._allocator.address, Gate())
         self._decode_s = cost.table(config.max_requests)
         self._prompt_token_s = cost.prompt_token_s
@@ -79,6 +84,10 @@ class Replica:
                 self._launch(planned.plan, now_s)
             if planned.plan is None or len(self._pending) == DEPTH:
                 return batch, self._pending[0][0] if self._pending else None
+
+    async def report(self) -> PrefixReport:
+        """Gives what became of its prefixes since the last report."""
+        return await self._allocator.address.ask(ReportPrefixes())
 
     def _launch(self, plan: StepPlan, now_s: float) -> None:
         num_prompt_tokens = len(plan.tokens) // 4

@@ -27,6 +27,8 @@ class Arrival(Struct, frozen=True):
     time_s: float
     prompt: Ints
     num_new: int
+    num_shared: int = 0
+    """Tokens at the beginning that are a system prompt's."""
 
     @property
     def num_prompt(self) -> int:
@@ -35,7 +37,10 @@ class Arrival(Struct, frozen=True):
 
 
 class Synthetic(Struct, frozen=True):
-    """A made-up stream: arrivals as in a Poisson process, lengths uniform from half to one and a half."""
+    """A made-up stream: arrivals as in a Poisson process, lengths uniform from half to one and a half.
+
+    Of a prompt that begins with a system prompt, only what follows that has its length drawn.
+    """
 
     num_requests: int
     rate: float
@@ -49,21 +54,28 @@ class Synthetic(Struct, frozen=True):
     """Tokens of a system prompt."""
     num_shared: int = 1
     """Different system prompts."""
+    shared_beginning: int = 0
+    """Tokens of them that are the same in all."""
+    shared_skew: float = 0.0
+    """The n-th of them is asked for in proportion to n ** -skew (Zipf's law); 0: all alike."""
 
     def arrivals(self) -> Iterator[Arrival]:
         """Gives the requests in order; the same each time."""
         random = np.random.default_rng(SEED)
         systems = random.integers(VOCAB_SIZE, size=(self.num_shared, self.shared_length), dtype=np.int32)
+        systems[:, : self.shared_beginning] = systems[0, : self.shared_beginning]
         times = np.cumsum(random.exponential(1 / self.rate, self.num_requests))
-        inputs = _spread(random, self.input_length, self.num_requests)
+        wholes = _spread(random, self.input_length, self.num_requests)
+        rests = _spread(random, max(1, self.input_length - self.shared_length), self.num_requests)
         outputs = _spread(random, self.output_length, self.num_requests)
         shares = random.random(self.num_requests) < self.shared_share
-        which = random.integers(self.num_shared, size=self.num_requests)
+        popularity = np.arange(1, self.num_shared + 1) ** -self.shared_skew
+        which = random.choice(self.num_shared, self.num_requests, p=popularity / popularity.sum())
         for number in range(self.num_requests):
             head = systems[which[number]].tobytes() if shares[number] else b""
-            num_own = max(1, int(inputs[number]) - len(head) // 4)
+            num_own = int((rests if shares[number] else wholes)[number])
             own = random.integers(VOCAB_SIZE, size=num_own, dtype=np.int32).tobytes()
-            yield Arrival(float(times[number]), Ints(head + own), int(outputs[number]))
+            yield Arrival(float(times[number]), Ints(head + own), int(outputs[number]), len(head) // 4)
 
 
 def _spread(random: np.random.Generator, mean: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -13,9 +13,10 @@ import pytest
 
 import megallm
 from megallm import EngineBusy, EngineDeadError, UnsupportedModelError
-from megallm.cli import run
+from megallm.cli import COMMANDS, run
 from megallm.commands.generate import Answer
 
+COMMAND_NAMES = ", ".join(COMMANDS)
 SOURCE_ROOT = Path(megallm.__file__).parents[1]
 
 
@@ -77,9 +78,31 @@ def outcome(*argv: str, raises: BaseException | None = None, stdout: TextIO | No
             "generate hi --top-k x",
             "argument --top-k: 'x' is not a whole number of at least 0; see megallm generate --help",
         ),
-        ("generate --prompts /no/such/file", "[Errno 2] No such file or directory: '/no/such/file'"),
+        (
+            "generate --prompts /no/such/file",
+            "/no/such/file can't be read: No such file or directory; give a file of prompts, one a line",
+        ),
+        (
+            "generate hi --max-token=3 --temprature 1",
+            "unknown option --temprature, did you mean --temperature?; see megallm generate --help",
+        ),
+        ("generate hi --bogus", "unknown option --bogus; see megallm generate --help"),
+        ("info here there", "unexpected argument 'there'; see megallm info --help"),
+        (
+            "generat hi",
+            f"no command generat, did you mean generate?; there are {COMMAND_NAMES}; see megallm --help",
+        ),
     ],
-    ids=["no command", "no prompts", "bad value", "no file"],
+    ids=[
+        "no command",
+        "no prompts",
+        "bad value",
+        "no file",
+        "misspelt",
+        "unknown",
+        "too many",
+        "wrong command",
+    ],
 )
 def test_bad_usage_is_one_line_with_the_remedy_and_code_2(command: str, message: str) -> None:
     """A trace tells a user nothing; a script must tell its own mistake from the engine's."""

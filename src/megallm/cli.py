@@ -3,21 +3,30 @@
 Answers go to stdout; the bar, the summary and errors, one line each, to stderr. Exit codes: 0 all went
 well, 1 some prompt failed, 2 bad usage (an option, a file, a value), 3 the model or the engine failed,
 130 Ctrl-C, 141 the reader of stdout left; `bench` has those of the benchmarks.
+
+Under torchrun, `generate` and `serve` run a model over all its processes: the first answers, the others
+take part and say no more than why they failed.
 """
 
 import argparse
+import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from megallm import MegaLLMError
 from megallm.commands import bench, chat, completion, generate, model_card, serve
+from megallm.commands.argument_types import DTYPES, whole
+from megallm.commands.parser import OneLineParser, ShowVersion, refuse_left_over, refuse_unknown_command
+from megallm.commands.ranks import leading, opening, taking_part
+from megallm.models.launched import Launched, launched
 
 EXIT_USAGE = 2
 EXIT_ENGINE = 3
@@ -39,6 +48,8 @@ class Surroundings(Struct, frozen=True):
     stdin: TextIO
     stdout: TextIO
     stderr: TextIO
+    leads: bool = True
+    """No other rank does."""
 
 
 class Command(Struct, frozen=True):
@@ -49,9 +60,13 @@ class Command(Struct, frozen=True):
     run: Callable[[argparse.Namespace, Surroundings], int]
     loads_model: bool = False
     """It has the options of `LOADING`, too."""
+    runs_on_ranks: bool = False
+    """And those of `SPLITTING`."""
 
 
 def _generate(options: argparse.Namespace, at: Surroundings) -> int:
+    if not at.leads:
+        return generate.take_part(options, load=at.load, open_engine=at.open_engine)
     streams = {"stdin": at.stdin, "stdout": at.stdout, "stderr": at.stderr}
     return generate.run(options, load=at.load, open_engine=at.open_engine, **streams)
 
@@ -76,22 +91,41 @@ def _bench(options: argparse.Namespace, at: Surroundings) -> int:
 
 
 def _completion(options: argparse.Namespace, at: Surroundings) -> int:
-    return completion.run(options, parser=_parser(), stdout=at.stdout)
+    return completion.run(options, parser=_parser()[0], stdout=at.stdout)
 
 
-LOADING = {
-    "tokenizer": "the folder or file of the tokenizer, where it is not the model's",
-    "dtype": "float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 on a GPU)",
-    "device": "cpu, cuda, cuda:1 (default: the GPU where there is one)",
+LOADING: dict[str, dict[str, Any]] = {  # Any: what argparse takes
+    "tokenizer": {"help": "the folder or file of the tokenizer, where it is not the model's"},
+    "dtype": {
+        "choices": DTYPES,
+        "help": "of the weights: %(choices)s (default: float32 on a CPU, bfloat16 on a GPU)",
+    },
+    "device": {"help": "cpu, cuda, cuda:1 (default: the GPU where there is one)"},
 }
 """Options of every command that loads a model: arguments of `load_model` by the same names."""
 
+SPLITTING: dict[str, dict[str, Any]] = {  # Any: the same
+    name: {"type": whole(1), "metavar": "N", "help": f"ranks of {what}, under torchrun (default: 1)"}
+    for name, what in (
+        ("tp", "tensor parallelism"),
+        ("pp", "pipeline parallelism"),
+        ("ep", "expert parallelism"),
+    )
+}
+"""The same of those that run on many ranks."""
+
 COMMANDS = {
     "generate": Command(
-        "answer prompts, all in one batch", generate.add_arguments, _generate, loads_model=True
+        "answer prompts, all in one batch",
+        generate.add_arguments,
+        _generate,
+        loads_model=True,
+        runs_on_ranks=True,
     ),
     "chat": Command("talk with a model in the terminal", chat.add_arguments, _chat, loads_model=True),
-    "serve": Command("serve the OpenAI API over HTTP", serve.add_arguments, _serve, loads_model=True),
+    "serve": Command(
+        "serve the OpenAI API over HTTP", serve.add_arguments, _serve, loads_model=True, runs_on_ranks=True
+    ),
     "info": Command("show what a checkpoint holds and costs", model_card.add_arguments, _model_card),
     "bench": Command("run the benchmarks of a checkout", bench.add_arguments, _bench),
     "completion": Command("write a script that completes commands", completion.add_arguments, _completion),
@@ -109,6 +143,7 @@ def main() -> int:
         stdin=sys.stdin,
         stdout=sys.stdout,
         stderr=sys.stderr,
+        find_rank=_find_rank,
     )
 
 
@@ -121,25 +156,30 @@ def run(
     stdin: TextIO,
     stdout: TextIO,
     stderr: TextIO,
+    find_rank: Callable[[], Launched] = Launched,
 ) -> int:
-    """Runs one command line with this loader and engine; gives the exit code."""
+    """Runs one command line with this loader and engine, as a rank; gives the exit code."""
     is_debug = "--debug" in argv
+    rank = Launched()
 
     def failed(error: Exception, code: int) -> int:
         if is_debug:
             traceback.print_exception(error, file=stderr)
         message = " ".join(str(error).split()) or f"{type(error).__name__}; --debug shows where"
-        print(f"megallm: {message}", file=stderr)
+        who = f"rank {rank.rank}: " if rank.rank else ""
+        print(f"megallm: {who}{message}", file=stderr)
         return code
 
     try:
-        options = _parser().parse_args(argv)
-        given = {name: vars(options).get(name) for name in LOADING}
+        rank = find_rank()
+        options = _parsed(argv)
+        given = {name: vars(options).get(name) for name in (*LOADING, *SPLITTING, "progress")}
         chosen = {name: value for name, value in given.items() if value is not None}
         at = Surroundings(partial(load, **chosen), open_engine, open_serving, stdin, stdout, stderr)
-        return COMMANDS[options.command].run(options, at)
+        return COMMANDS[options.command].run(options, _on_rank(at, options, rank))
     except KeyboardInterrupt:
-        print("megallm: interrupted", file=stderr)
+        if not rank.rank:
+            print("megallm: interrupted", file=stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # the reader left (`| head`): the interpreter's own flush at exit must not fail on the rest
@@ -151,16 +191,40 @@ def run(
         return failed(error, EXIT_ENGINE)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises ValueError for bad usage, so that it ends as one line, like every other error."""
+def _on_rank(at: Surroundings, options: argparse.Namespace, rank: Launched) -> Surroundings:
+    """Gives what a command works with on one of several ranks.
 
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see {self.prog} --help")
+    Raises: ValueError for a command that runs in one process.
+    """
+    if rank.num_processes == 1 or not COMMANDS[options.command].loads_model:
+        return at
+    if not COMMANDS[options.command].runs_on_ranks:
+        raise ValueError(
+            f"{options.command} runs in one process, and a launcher has started {rank.num_processes}; run it "
+            "without torchrun"
+        )
+    way = taking_part if rank.rank else leading
+    led = structs.replace(
+        at, open_engine=opening(at.open_engine, way), open_serving=opening(at.open_serving, way)
+    )
+    if not rank.rank:
+        return led
+    return structs.replace(led, stdin=io.StringIO(), stdout=io.StringIO(), stderr=io.StringIO(), leads=False)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    parser, commands = _parser()
+    refuse_unknown_command(parser, argv, COMMANDS)
+    options, left_over = parser.parse_known_args(argv)
+    refuse_left_over(commands[options.command], left_over)
+    return options
+
+
+def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
+    """Gives the parser, and the one of each command."""
     as_written = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="megallm", description=__doc__, formatter_class=as_written)
+    parser = OneLineParser(prog="megallm", description=__doc__, formatter_class=as_written)
+    parser.add_argument("--version", action=ShowVersion)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         described = f"{command.summary.capitalize()}."
@@ -168,22 +232,34 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--debug", action="store_true", help="errors with their trace")
         command.add_arguments(sub)
         if command.loads_model:
-            for option, help_text in LOADING.items():
-                sub.add_argument(f"--{option}", help=help_text)
-    return parser
+            for option, settings in LOADING.items():
+                sub.add_argument(f"--{option}", **settings)
+        if command.runs_on_ranks:
+            for option, settings in SPLITTING.items():
+                sub.add_argument(f"--{option}", **settings)
+    return parser, commands.choices
+
+
+def _find_rank() -> Launched:
+    rank = launched()
+    if rank.rank:
+        # it has nothing to say at Ctrl-C, and Python's own way waits for collectives, which may never end
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return rank
 
 
 # ---- the real model and engine; both imports take seconds, which `--help` need not wait for -------
 
 
 def _load_model(name: str, num_threads: int | None, **chosen: Any) -> tuple[Any, Any]:  # Any: see Load
-    import torch
-
     from megallm import load_model
 
+    model, tokenizer = load_model(name, **chosen)
     if num_threads is not None:
+        import torch  # after a wrong name was refused, which needs no import of seconds
+
         torch.set_num_threads(num_threads)
-    return load_model(name, **chosen)
+    return model, tokenizer
 
 
 def _open_engine(model: Any, tokenizer: Any) -> AbstractContextManager[generate.Generator]:  # Any: the same

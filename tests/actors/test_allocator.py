@@ -13,11 +13,14 @@ from megallm.core_async.messages import (
     FilledBlocks,
     ForgetPrefixes,
     Ints,
+    PrefixReport,
+    ReportPrefixes,
     ReserveBlocks,
     Row,
     pack_ints,
 )
 from megallm.core_async.plan.block_pool import BlockPool
+from megallm.core_async.plan.prefix_changes import PrefixChanges
 from tests.askers import Outcomes
 
 pytestmark = pytest.mark.anyio
@@ -69,6 +72,23 @@ async def test_it_forgets_prefixes_when_told_so() -> None:
         await allocator.address.ask(ForgetPrefixes())
         assert await allocator.address.ask(CountBlocks()) == BlockCounts(8, 8, 0, 0)
         pool.check()
+        tasks.cancel_scope.cancel()
+
+
+async def test_it_reports_what_its_cache_holds_where_that_is_noted() -> None:
+    """A router of several replicas sends a prompt to the one that has its prefix."""
+    changes = PrefixChanges()
+    allocator, silent = Allocator(BlockPool(8, 4, changes=changes), changes), Allocator(BlockPool(8, 4))
+    filled = FilledBlocks(Row(3), 0, [b"key"], bytes(32), pack_ints([1, 2, 3, 4]))
+    async with anyio.create_task_group() as tasks:
+        for each in (allocator, silent):
+            await tasks.start(each.run)
+            await each.address.ask(admit(3, 5))
+            await each.address.ask(ReserveBlocks([filled], [Row(3)], [], [], [], [], 0))
+        assert await allocator.address.ask(ReportPrefixes()) == PrefixReport([b"key"], [])
+        await allocator.address.ask(ForgetPrefixes())
+        assert await allocator.address.ask(ReportPrefixes()) == PrefixReport([], [], is_flushed=True)
+        assert await silent.address.ask(ReportPrefixes()) == PrefixReport([], [])
         tasks.cancel_scope.cancel()
 
 

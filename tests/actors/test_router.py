@@ -7,7 +7,8 @@ from megallm.core_async.actors.router import Router
 from megallm.core_async.errors import EngineDeadError
 from megallm.core_async.messages import (
     DropRank,
-    PrefixesForgotten,
+    PrefixesChanged,
+    PrefixReport,
     RankJoined,
     RequestId,
     RequestsEnded,
@@ -32,10 +33,25 @@ async def test_a_submission_is_routed_by_one_message_and_ends_are_counted() -> N
         assert await router.address.ask(wish(1, [b"a"], [b"b"], [b"a", b"ac"])) == [0, 1, 0]
         router.address.tell(RequestsEnded([RequestId(1), RequestId(3)]))
         assert await router.address.ask(wish(4, [])) == [0]
-        router.address.tell(PrefixesForgotten(1))
+        router.address.tell(PrefixesChanged(1, PrefixReport([], [], is_flushed=True)))
         assert await router.address.ask(wish(5, [b"b"])) == [0]
         tasks.cancel_scope.cancel()
     assert (table.num_pending(0), table.num_pending(1)) == (2, 1)
+
+
+async def test_what_a_rank_reports_of_its_cache_counts_for_the_next_request() -> None:
+    """And the word of a rank that is gone comes too late, and breaks nothing."""
+    router = Router(RoutingTable(2, policy=RoutingPolicy.LONGEST_PREFIX, alpha=0.8, max_requests=4))
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(router.run)
+        assert await router.address.ask(wish(1, [b"a"], [b"b"], [b"a"])) == [0, 1, 0]
+        router.address.tell(PrefixesChanged(0, PrefixReport([], [b"a"])))
+        assert await router.address.ask(wish(4, [b"a"])) == [1]
+        router.address.tell(PrefixesChanged(0, PrefixReport([b"a"], [])))
+        assert await router.address.ask(DropRank(0)) == [1, 3]
+        router.address.tell(PrefixesChanged(0, PrefixReport([b"b"], [b"a"], is_flushed=True)))
+        assert await router.address.ask(wish(5, [b"a"], [b"c"])) == [1, 1]
+        tasks.cancel_scope.cancel()
 
 
 async def test_a_router_without_ranks_refuses_and_goes_on_when_one_comes() -> None:

@@ -3,15 +3,17 @@
 import argparse
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import anyio
 import pytest
 
 from benchmarks.report import Report
-from benchmarks.simulate import RESULTS, VirtualLoop, add_arguments, run
+from benchmarks.simulate import RESULTS, ROUTING_COLUMNS, add_arguments, run
 from benchmarks.simulate_cost import CostModel
 from benchmarks.simulate_replica import Replica
+from benchmarks.simulate_service import VirtualLoop
 from benchmarks.simulate_trace import HASH_TOKENS, Recorded, Synthetic
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.messages import NewRequest, RequestId, Sampling, TextSpec, pack_ints, unpack_ints
@@ -82,6 +84,36 @@ def test_a_made_up_stream_keeps_its_rate_its_lengths_and_its_share() -> None:
     assert list(asked.arrivals()) == arrivals
 
 
+def test_a_made_up_stream_shares_as_much_as_was_asked_for() -> None:
+    """A claim about 80 % of shared tokens needs a stream that has them."""
+    asked = Synthetic(500, 50.0, 100, 20, shared_share=1.0, shared_length=80, num_shared=4)
+    arrivals = list(asked.arrivals())
+    shared, whole = sum(each.num_shared for each in arrivals), sum(each.num_prompt for each in arrivals)
+    assert shared / whole == pytest.approx(0.8, rel=0.02)
+    assert {each.num_prompt - each.num_shared for each in arrivals} == set(range(10, 31))
+
+
+def test_some_system_prompts_are_asked_for_more_often_and_all_begin_alike() -> None:
+    """Popularity is what makes a balance hard, a common beginning what makes the first block say nothing."""
+    asked = Synthetic(
+        3000,
+        50.0,
+        100,
+        20,
+        shared_share=1.0,
+        shared_length=40,
+        num_shared=4,
+        shared_beginning=8,
+        shared_skew=1.0,
+    )
+    prompts = [unpack_ints(each.prompt) for each in asked.arrivals()]
+    counts = Counter(tuple(prompt[:40]) for prompt in prompts)
+    shares = [count / 3000 for _, count in counts.most_common()]
+    assert shares == pytest.approx([12 / 25, 6 / 25, 4 / 25, 3 / 25], abs=0.03)
+    assert len({tuple(prompt[:8]) for prompt in prompts}) == 1
+    assert len({prompt[8] for prompt in prompts}) == 4
+
+
 def test_a_recorded_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     """Prompts with the same numbers begin alike, and end apart."""
     file = tmp_path / "trace.jsonl"
@@ -136,6 +168,39 @@ def test_a_shared_prefix_is_found_where_the_router_sends_it() -> None:
     assert by_prefix > by_load > 0
     assert off["hit_percent"] == 0
     assert int(str(report.results[0]["prefill_tokens"])) < int(str(off["prefill_tokens"])) / 2
+
+
+def test_routing_by_prefix_halves_what_is_computed_and_keeps_the_balance() -> None:
+    """Four caches hold between them what none of them holds alone."""
+    report = report_of(
+        *("--requests", "300", "--replicas", "4", "--rate", "30", "--output", "4", "--policies", "all"),
+        *("--shared-share", "1", "--input", "1280", "--shared-tokens", "1024", "--shared-prompts", "20"),
+        *("--block-size", "64", "--blocks", "256"),
+    )
+    by_policy = {
+        row["policy"]: {key: float(str(row[key])) for key in ROUTING_COLUMNS} for row in report.results
+    }
+    by_prefix, by_load = by_policy["longest_prefix"], by_policy["load_balanced"]
+    assert by_prefix["shared_percent"] == pytest.approx(80, abs=1)
+    assert by_prefix["prompt_tokens"] == by_load["prompt_tokens"]
+    assert by_load["prefill_tokens"] > 2 * by_prefix["prefill_tokens"]
+    for figures in by_policy.values():
+        assert 1 <= figures["requests_max_to_mean"] < 1.3
+        assert 1 <= figures["tokens_max_to_mean"] < 1.3
+
+
+def test_what_replicas_report_spares_a_router_what_they_no_longer_have() -> None:
+    """Without a cache of what nobody holds, almost all that was sent somewhere is gone from there."""
+    arguments = ("--requests", "150", "--ref-zero", "--shared-share", "1", "--shared-prompts", "8")
+    (told,), (untold,) = report_of(*arguments).results, report_of(*arguments, "--no-reports").results
+    assert told["requests"] == untold["requests"] == 150
+    assert float(str(told["requests_max_to_mean"])) < float(str(untold["requests_max_to_mean"]))
+
+
+def test_a_weight_that_is_none_is_refused() -> None:
+    """Before an hour of simulation."""
+    with pytest.raises(ValueError, match=r"alpha is 1.5; it must be from 0 \(load\) to 1 \(prefix\)"):
+        report_of("--alpha", "1.5")
 
 
 def test_a_recorded_trace_can_be_played(tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ def script(shell: str) -> str:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
     completion.add_arguments(commands.add_parser("completion"))
-    commands.add_parser("serve").add_argument("--port")
+    serve = commands.add_parser("serve")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--model", default="smollm2-135m")
+    serve.add_argument("--parser", choices=("hermes", "qwen3"))
     out = io.StringIO()
     assert completion.run(argparse.Namespace(shell=shell), parser=parser, stdout=out) == 0
     return out.getvalue()
@@ -24,9 +27,17 @@ def script(shell: str) -> str:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="runs the script in bash")
 @pytest.mark.parametrize(
     ("line", "wanted"),
-    [("megallm s", ["serve"]), ("megallm serve --p", ["--port"]), ("megallm completion f", ["fish"])],
+    [
+        ("megallm s", ["serve"]),
+        ("megallm serve --po", ["--port"]),
+        ("megallm completion f", ["fish"]),
+        ("megallm serve --parser ''", ["hermes", "qwen3"]),
+        ("megallm serve --model sm", ["smollm2-135m"]),
+        ("megallm serve --port ''", []),
+        ("megallm serve --port 1 --mo", ["--model"]),
+    ],
 )
-def test_bash_completes_commands_options_and_choices(line: str, wanted: list[str]) -> None:
+def test_bash_completes_commands_options_and_values(line: str, wanted: list[str]) -> None:
     """A script that bash can't read breaks the shell it is in."""
     words = line.split()
     ask = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _megallm; printf '%s\\n' \"${{COMPREPLY[@]}}\""

@@ -146,7 +146,7 @@ def test_a_dash_reads_prompts_from_stdin() -> None:
 def test_no_prompt_is_an_error_before_the_model_is_loaded() -> None:
     """Loading takes seconds; a mistake in the command must not."""
     with pytest.raises(ValueError, match="no prompts; give them as arguments"):
-        run("--prompts", "-", stdin="\n\n")
+        run(stdin="\n\n")
 
 
 def test_the_chat_template_wraps_each_prompt() -> None:
@@ -177,13 +177,24 @@ def test_options_reach_loader_engine_and_sampling_parameters() -> None:
     assert (params.seed, params.stop_words) == (3, ["\n\n", "END"])
 
 
-def test_the_defaults_are_greedy_and_leave_the_bar_to_the_engine() -> None:
-    """The same command gives the same text, and no bar ends up in a log file."""
+def test_the_defaults_are_greedy_and_show_no_bar_in_a_log_file() -> None:
+    """The same command gives the same text, and a log holds its summary alone."""
     seen = run("hi")
     params = seen.engine.params
     assert seen.loaded == [("smollm2-135m", None)]
     assert (params.temperature, params.top_k, params.top_p, params.seed) == (0.0, 0, 0.0, None)
-    assert seen.engine.progress is None
+    assert seen.engine.progress is False
+    assert seen.err.startswith("1 prompt in ")
+
+
+def test_steps_and_a_bar_are_shown_when_asked_for() -> None:
+    """Nobody should wonder for ten seconds whether it hangs, for one prompt no more than for a thousand."""
+    seen = run("hi", "--progress")
+    assert seen.engine.progress is True
+    assert [line.rpartition(":")[0] for line in seen.err.splitlines()[:2]] == [
+        "megallm: loaded smollm2-135m",
+        "megallm: started the engine",
+    ]
 
 
 def test_jsonl_gives_one_object_a_prompt() -> None:
@@ -227,8 +238,8 @@ def test_the_summary_counts_tokens_and_seconds_on_stderr() -> None:
         ("--max-tokens", "many", "'many' is not a whole number of at least 1"),
         ("--top-k", "-1", "'-1' is not a whole number of at least 0"),
         ("--threads", "1.5", "'1.5' is not a whole number of at least 1"),
-        ("--temperature", "nan", "'nan' is not a number from 0"),
-        ("--temperature", "inf", "'inf' is not a number from 0"),
+        ("--temperature", "nan", "'nan' is not a number of at least 0"),
+        ("--temperature", "inf", "'inf' is not a number of at least 0"),
         ("--top-p", "1.01", "'1.01' is not a number from 0 to 1"),
         ("--top-p", "", "'' is not a number from 0 to 1"),
     ],

@@ -68,6 +68,7 @@ def test_the_format_can_be_named_where_the_file_does_not_say() -> None:
         ('{"prompt": "x", "messages": []}', "either 'prompt' or 'messages'"),
         ('{"prompt": 3}', r"got `int` - at `\$\.prompt`"),
         ('{"prompt": ["a"]}', r"got `str` - at `\$\.prompt\[0\]`"),
+        ('{"messages": []}', "stdin, line 2: 'messages' is empty; give at least one"),
         ('{"messages": "x"}', r"got `str` - at `\$\.messages`"),
     ],
 )
@@ -75,3 +76,19 @@ def test_a_line_that_is_no_prompt_is_refused_with_its_number(line: str, said: st
     """One bad line of ten thousand is not found by eye."""
     with pytest.raises(ValueError, match=said):
         read("--input-format", "jsonl", stdin=f"\n{line}\n")
+
+
+def test_a_file_that_cant_be_read_is_refused_by_name_with_the_remedy(tmp_path: Path) -> None:
+    """Half of all first runs name the wrong file."""
+    (tmp_path / "empty.txt").write_text("\n  \n", encoding="utf-8")
+    (tmp_path / "latin1.txt").write_bytes("für".encode("latin-1"))
+    for name, said in {
+        "absent.txt": "can't be read: No such file or directory; give a file of prompts, one a line",
+        "": "can't be read: Is a directory; give a file",
+        "empty.txt": "has no prompts, at most empty lines; write one a line",
+        "latin1.txt": "is no UTF-8 text: byte 1 is 0xfc; save it as UTF-8",
+    }.items():
+        with pytest.raises(ValueError, match=f"{tmp_path / name} {said}"):
+            read("--prompts", str(tmp_path / name))
+    with pytest.raises(ValueError, match="stdin has no prompts, at most empty lines"):
+        read("argument", "--prompts", "-", stdin="\n")

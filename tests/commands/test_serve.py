@@ -6,7 +6,7 @@ import io
 import json
 import re
 import shlex
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -21,11 +21,13 @@ class FakeServer:
     def __init__(self, port: int, log: list[str]) -> None:
         self.port = port
         self._log = log
+        self._on_signal: Callable[[], object] = self.wait
 
     @contextlib.contextmanager
-    def stopping_on_signals(self) -> Generator[None]:
+    def stopping_on_signals(self, on_first: Callable[[], object]) -> Generator[None]:
         """Notes when signals are taken, and when no longer."""
         self._log.append("signals taken")
+        self._on_signal = on_first
         yield
         self._log.append("signals given back")
 
@@ -34,8 +36,9 @@ class FakeServer:
         self._log.append("ends with the engine")
 
     def wait(self) -> None:
-        """Returns at once, as if it had been stopped."""
+        """Returns at once, as if a signal had stopped it."""
         self._log.append("waited")
+        self._on_signal()
 
 
 class FakeEngine:
@@ -80,7 +83,7 @@ def test_it_says_each_step_with_its_seconds_and_then_where_it_serves() -> None:
     """Who starts a server waits for two things: which step takes so long, and the URL."""
     engine = FakeEngine()
     code, said = served("--port", "0", engine=engine)
-    *steps, ready, stopped = said.splitlines()
+    *steps, ready, stopping, stopped = said.splitlines()
     assert code == 0
     assert [re.sub(r"\d+\.\d s$", "N s", step) for step in steps] == [
         "megallm: loaded smollm2-135m: N s",
@@ -88,12 +91,13 @@ def test_it_says_each_step_with_its_seconds_and_then_where_it_serves() -> None:
         "megallm: started the server process: N s",
     ]
     assert re.match(r"megallm: ready after \d+\.\d s at http://127\.0\.0\.1:4567; try: curl ", ready)
+    assert stopping == "megallm: stopping; answers under way have 30 s, a second Ctrl-C cuts them"
     assert re.match(r"megallm: stopped: \d+\.\d s$", stopped)
 
 
 def test_the_curl_command_it_shows_is_one_that_works() -> None:
     """It is copied into a shell: quoted right, with the model's name and the chat route."""
-    ready = served("--model-name", "it's mine", engine=FakeEngine())[1].splitlines()[-2]
+    ready = served("--model-name", "it's mine", engine=FakeEngine())[1].splitlines()[-3]
     words = shlex.split(ready[ready.index("curl ") :])
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     assert words[2:5] == ["-H", "Content-Type: application/json", "-d"]
@@ -128,6 +132,9 @@ def test_the_options_reach_the_server() -> None:
     assert (config.frontend_replicas, config.drain_timeout_s) == (3, 2.5)
     assert (list(config.cors_origins), config.verbose) == (["*"], True)
     assert config.model_name == "smollm2-135m"
+    assert not config.tracing
+    served("--tracing", engine=engine)
+    assert engine.config.tracing
     assert "3 server processes" in said
     assert "http://127.0.0.1:1234" in said
 

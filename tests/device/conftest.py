@@ -24,6 +24,7 @@ BUILDERS: dict[str, Callable[[], Megatron]] = {
     "part of the head turns": lambda: models.gpt(model={"rotary_percent": 0.5}),
     "some layers do not turn": lambda: models.gpt(no_rope_freq=3),
     "yarn": models.yarn,
+    "two rotary tables": models.two_rotary_tables,
     "latent attention, yarn": lambda: models.mla(
         rope_type="yarn",
         rotary_scaling_factor=4.0,

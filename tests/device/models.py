@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid import hybrid_block
@@ -112,6 +113,22 @@ def yarn() -> Megatron:
         yarn_correction_range_round_to_int=True,
     ):
         return gpt(model={"position_embedding_type": "yarn"})
+
+
+def two_rotary_tables() -> Megatron:
+    """Gives a model whose second layer turns by a module of its own, whatever the model hands it."""
+    built = gpt(window_size=(5, 0), window_attn_skip_freq=2)
+    attention = built.decoder.layers[1].self_attention
+    with cpu_is_current():
+        attention.rotary_pos_emb = RotaryEmbedding(16, 1.0, rotary_base=100, use_cpu_initialization=True)
+
+    def turned_by_own(
+        module: Megatron, args: tuple[Tensor], options: Options
+    ) -> tuple[tuple[Tensor], Options]:
+        return args, {**options, "rotary_pos_emb": module.rotary_pos_emb(len(args[0]))}
+
+    attention.register_forward_pre_hook(turned_by_own, with_kwargs=True)
+    return built.eval()
 
 
 def moe() -> Megatron:

@@ -21,6 +21,16 @@ def test_scale_is_the_configs_where_it_has_one() -> None:
     assert self_attention_shape(changed, attention, window=3, has_rope=False).scale == 0.125
 
 
+def test_a_layer_with_a_rotary_module_of_its_own_arrives_turned() -> None:
+    """The backend knows the model's table alone, and would turn a second time by it."""
+    model = built("two rotary tables")
+    turned_here = [
+        self_attention_shape(model.config, layer.self_attention, window=None, has_rope=True).uses_rope
+        for layer in model.decoder.layers
+    ]
+    assert turned_here == [True, False, True]
+
+
 def test_layer_scaling_of_scores_cancels_out() -> None:
     """apply_query_key_layer_scaling divides by the layer's number, then multiplies by it in the softmax."""
     model = built("scaled scores")

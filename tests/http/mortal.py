@@ -8,6 +8,7 @@ from megallm import cli
 from megallm.core_async.engine import Engine
 from megallm.core_async.host import EngineHost
 from megallm.core_async.messages import StepPlan
+from megallm.core_async.matchers import Matchers
 from megallm.core_async.tokenizers import TokenizerAdapter
 from megallm.http.running import RunningServer, start_server
 from tests.engines import engine_config, fake_runner, inline_worker
@@ -46,7 +47,7 @@ class Mortal:
             self._engine,
             self._tokenizer,
             serve_config,
-            lambda _: None,
+            Matchers(self._tokenizer, self._engine.config.vocab_size),
             self._host.submit,
             ends_with_engine=False,
         )

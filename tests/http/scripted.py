@@ -99,11 +99,12 @@ class ScriptedPort:
         """Has nobody to tell."""
 
     async def pause(self, mode: str = "keep") -> None:
-        """Does nothing, as the next three."""
+        """Does nothing, as the next four."""
 
     async def unpause(self) -> None: ...
     async def suspend(self) -> None: ...
     async def resume(self) -> None: ...
+    async def profile(self, action: str) -> None: ...
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import anyio
 import httpx
@@ -23,6 +23,9 @@ from megallm.models.chat_template import render
 from tests.byte_tokenizer import ByteTokenizer
 from tests.engines import engine_config, fake_runner, inline_worker
 from tests.fakes import FakeRunner, next_token
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 ANSWER_S = 10.0
 """Longer than anything here takes, also on a busy machine."""
@@ -251,6 +254,7 @@ async def serving(
     tokenizer: ChatTokenizer | None = None,
     step_s: float = 0.0,
     checks_idle: bool = True,
+    tracer: "Tracer | None" = None,
 ) -> AsyncGenerator[Served]:
     """Runs an app over an engine in the test's loop. Afterwards the standing oracle has to hold."""
     limits = serving_config() if config is None else config
@@ -275,6 +279,7 @@ async def serving(
             backend=backend,
             metrics=served.counts,
             traffic=served.traffic,
+            tracer=tracer,
         )
         served.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(cast("Any", served.app)), base_url="http://test"

@@ -11,6 +11,7 @@ import httpx
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.engine import Engine
 from megallm.core_async.kit.foreign import wait_for
+from megallm.core_async.matchers import Matchers
 from megallm.core_async.tokenizers import TokenizerAdapter
 from megallm.http.serve_config import ServeConfig
 from megallm.http.server import Server
@@ -27,10 +28,11 @@ LONG = engine_config(num_blocks=1024, max_sequence_length=4096)
 class Site:
     """A server, its engine and its port."""
 
-    def __init__(self, engine: Engine, runner: FakeRunner, server: Server) -> None:
+    def __init__(self, engine: Engine, runner: FakeRunner, server: Server, matchers: Matchers) -> None:
         self.engine = engine
         self.runner = runner
         self.server = server
+        self.matchers = matchers
         self.error: Exception | None = None
         """What `run` raised."""
         self.has_ended = anyio.Event()
@@ -96,8 +98,9 @@ async def site(
     with anyio.fail_after(ANSWER_S):
         async with anyio.create_task_group() as tasks:
             await tasks.start(engine.run)
-            server = Server(engine, adapter, settings, lambda _: None, ends_with_engine=ends_with_engine)
-            made = Site(engine, runner, server)
+            matchers = Matchers(adapter, config.vocab_size)
+            server = Server(engine, adapter, settings, matchers, ends_with_engine=ends_with_engine)
+            made = Site(engine, runner, server, matchers)
             tasks.start_soon(made.run)
             await wait_for(server.started)
             async with made.client:

@@ -104,8 +104,10 @@ from megallm.http.metrics import Metrics
 
 metrics = Metrics(lambda: EngineStats(running=5), "m", Path(sys.argv[1]))
 metrics.add_request(int(sys.argv[2]), 1, 8)
+metrics.tokens(2, 0.1)
 metrics.finished("stop", int(sys.argv[2]), 3, 0.5, 0.1)
 sys.stdout.buffer.write(metrics.render()[0])
+metrics.tokens(100, 5.0)
 """
 
 
@@ -128,6 +130,7 @@ def test_front_ends_that_share_a_directory_give_their_sum(tmp_path: Path) -> Non
     assert second["megallm:prompt_tokens_total"] == 42
     assert second["megallm:request_success_total{finished_reason=stop}"] == 2
     assert second["megallm:e2e_request_latency_seconds_count"] == 2
+    assert second["megallm:inter_token_latency_seconds_count"] == 2 + 100 + 2
     assert second["megallm:e2e_request_latency_seconds_bucket{le=0.5}"] == 2
     assert second["megallm:num_requests_running"] == 5  # the engine's, which each of them knows
 

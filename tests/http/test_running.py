@@ -128,6 +128,19 @@ def test_a_signal_ends_a_server_that_blocks_and_the_engine_runs_on(number: signa
         assert engine.generate([[1]], greedy(4))[0].generated_tokens == continuation([1], 4)
 
 
+def test_the_first_signal_is_told_and_no_other_one() -> None:
+    """Whoever pressed Ctrl-C must see that it drains, once."""
+    told: list[str] = []
+    with HeldLLM() as engine:
+        server = engine.serve(HERE(port=0), blocking=False)
+        assert server is not None
+        with server.stopping_on_signals(lambda: told.append("stopping")):
+            for _ in range(2):
+                signal.raise_signal(signal.SIGTERM)
+            server.wait()
+    assert told == ["stopping"]
+
+
 def test_a_second_signal_cuts_what_the_first_one_waits_for() -> None:
     """Whoever presses Ctrl-C twice means it."""
     with HeldLLM() as engine, bound() as sock:

@@ -57,7 +57,9 @@ def test_the_app_is_told_what_was_configured() -> None:
         default_top_p=0.9,
         default_top_k=7,
         max_body_bytes=1000,
+        tracing=True,
     ).app_settings()
+    assert settings.is_traced
     assert (settings.model_name, settings.api_key, settings.parsers) == ("m", "k", ("hermes",))
     assert (settings.verbose, settings.cors_origins, settings.bounds.max_body_bytes) == (True, ("*",), 1000)
     sampling = (settings.default_temperature, settings.default_top_p, settings.default_top_k)

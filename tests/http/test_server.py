@@ -6,6 +6,7 @@ import pytest
 from megallm.core_async.errors import EngineDeadError
 from megallm.core_async.messages import StepPlan
 from tests.byte_tokenizer import ByteTokenizer
+from tests.device.profilers import FakeProfiler
 from tests.fakes import continuation
 from tests.http.loopback import Client, eventually
 from tests.http.sites import LONG, Site, site
@@ -46,6 +47,20 @@ async def test_it_serves_from_processes() -> None:
         await eventually(lambda: here.engine.stats().running == 0)
 
 
+@in_processes
+async def test_administrators_reach_the_engine_through_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler is that of the process that runs the model, whichever one has the port."""
+    profiler = FakeProfiler.installed(monkeypatch)
+    async with site(1, api_key="k") as here:
+        here.client.headers["authorization"] = "Bearer k"
+        for action in ("start", "stop"):
+            response = await here.client.post(f"/v1/{action}_profile")
+            assert (response.status_code, response.json()["action"]) == (200, f"{action}_profile")
+        assert profiler.told == ["start", "stop"]
+        response = await here.client.post("/pause")
+        assert response.json()["phase"] == here.engine.phase == "paused"
+
+
 async def test_a_tokenizer_that_can_not_travel_is_served_in_the_loop_and_a_line_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -54,6 +69,23 @@ async def test_a_tokenizer_that_can_not_travel_is_served_in_the_loop_and_a_line_
         assert (await here.client.get("/health")).status_code == 200
         assert here.server.pids == set()
     assert "no front-end processes, since the tokenizer can't go there: it is a ByteTokenizer" in caplog.text
+
+
+async def test_a_grammar_is_compiled_once_in_the_engines_process() -> None:
+    """Half a second of a large one, and as much memory, need not be spent twice."""
+    async with site(0, tokenizer=small_tokenizer()) as here:
+        compiled: list[str] = []
+        compile_one = here.matchers.compile
+
+        def counted(grammar: str) -> LLMatcher:
+            compiled.append(grammar)
+            return compile_one(grammar)
+
+        here.matchers.compile = counted
+        body = {"prompt": [1], "max_tokens": 1, "regex": "a+"}
+        for _ in range(2):
+            assert (await here.client.post("/v1/completions", json=body)).status_code == 200
+        assert len(compiled) == 1
 
 
 async def test_two_servers_of_one_engine_stand_side_by_side() -> None:

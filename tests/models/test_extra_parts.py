@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megallm.models.checkpoint import Hyperparameters
-from megallm.models.extra_parts import add_parts
+from megallm.models.extra_parts import JointNorm, add_parts
 from tests.models.tiny_gguf import TINY
 
 
@@ -76,6 +76,30 @@ def test_logits_stay_below_the_softcap() -> None:
     model, _ = small_model(logit_softcap=30.0)
     logits = model._scale_logits(torch.tensor([0.1, 1e6, -1e6]))  # noqa: SLF001 - megatron's name
     torch.testing.assert_close(logits, torch.tensor([0.1, 30.0, -30.0]), atol=1e-4, rtol=0)
+
+
+def test_a_factor_on_logits_comes_before_the_softcap() -> None:
+    """No family has both, and a bound is of what is sampled from."""
+    model, _ = small_model(logit_factor=0.5)
+    assert model._scale_logits(torch.tensor([3.0])).tolist() == [1.5]  # noqa: SLF001 - megatron's name
+    model, _ = small_model(logit_factor=0.5, logit_softcap=2.0)
+    bounded = model._scale_logits(torch.tensor([3.0, 1e6]))  # noqa: SLF001 - the same
+    torch.testing.assert_close(bounded, 2 * torch.tensor([0.75, 1e6]).tanh())
+
+
+def test_a_joint_norm_takes_all_heads_of_a_token_as_one_vector() -> None:
+    """One by one, each head would lose how large it is beside the others."""
+    norm = JointNorm(6, eps=1e-6)
+    heads = torch.randn(5, 1, 3, 2)
+    torch.testing.assert_close(norm(heads).flatten(-2), torch.rms_norm(heads.flatten(-2), (6,), eps=1e-6))
+    joint = {"q_layernorm": None, "k_layernorm": None}
+    size = msgspec.structs.replace(TINY, has_qk_norm=True, is_qk_norm_joint=True)
+    attention = SimpleNamespace(**joint)
+    add_parts(
+        SimpleNamespace(decoder=SimpleNamespace(layers=[SimpleNamespace(self_attention=attention)])), size
+    )
+    shapes = [attention.q_layernorm.weight.numel(), attention.k_layernorm.weight.numel()]
+    assert shapes == [size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim]
 
 
 def test_a_model_of_none_of_them_is_left_as_it_was() -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import gguf
 import msgspec
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from megallm.models.gguf_file import GgufFile
 from megallm.models.load import load_model
 from tests.models.plain_forward import plain_logits
 from tests.models.tiny_gguf import (
+    FORMATS,
     TINY,
     file_tensors,
     tiny_metadata,
@@ -121,6 +123,68 @@ def test_every_format_reads_back_near_what_was_stored(tmp_path: Path, stored: st
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"):
         error = np.abs(checkpoint.read(name).numpy() - weights[name]).max()
         assert error <= steps.get(stored, 0.08) * np.abs(weights[name]).max()
+
+
+@pytest.mark.parametrize("stored", ["F32", "F16", "Q8_0", "Q4_1"])
+def test_rows_and_columns_are_those_of_the_whole_tensor(tmp_path: Path, stored: str) -> None:
+    """A rank's part: rows of whole heads, put in order; columns that begin and end inside a block."""
+    write_tiny(tmp_path / "tiny.gguf", stored)
+    checkpoint = GgufCheckpoint(GgufFile(tmp_path / "tiny.gguf"))
+    for name, rows, columns in (
+        ("self_attn.q_proj.weight", range(32, 64), None),
+        ("self_attn.k_proj.weight", range(16), None),
+        ("mlp.down_proj.weight", None, range(40, 88)),
+        ("mlp.down_proj.weight", range(3, 5), range(33)),
+        ("input_layernorm.weight", range(5, 9), None),
+    ):
+        whole = checkpoint.read("model.layers.1." + name)
+        part = whole if rows is None else whole[rows.start : rows.stop]
+        part = part if columns is None else part[:, columns.start : columns.stop]
+        found = checkpoint.read("model.layers.1." + name, rows=rows, columns=columns)
+        assert found.is_contiguous()
+        assert torch.equal(found, part), name
+
+
+def test_a_model_of_mixed_formats_holds_what_the_gguf_package_makes_of_them(tmp_path: Path) -> None:
+    """Files of every size on offer mix formats from one layer to the next; each weight must arrive."""
+    size = msgspec.structs.replace(TINY, num_layers=6, hidden_size=256, head_dim=64, ffn_size=256)
+    formats = iter([*FORMATS, "Q4_K", "Q6_K"] * 2)
+    tensors = file_tensors(tiny_weights(size), size)
+    path = write_gguf(tmp_path / "mixed.gguf", tiny_metadata(size), tensors, lambda _: next(formats))
+    model, _ = load_model(path, dtype=torch.float32, device="cpu")
+    judge = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert {judge[name].tensor_type.name for name in judge} == set(FORMATS)
+
+    def wanted(*names: str) -> torch.Tensor:
+        parts = [gguf.quants.dequantize(judge[name].data, judge[name].tensor_type) for name in names]
+        return torch.from_numpy(np.concatenate(parts))
+
+    assert torch.equal(model.embedding.word_embeddings.weight, wanted("token_embd.weight"))
+    for number, layer in enumerate(model.decoder.layers):
+        block = f"blk.{number}."
+        value_rows = layer.self_attention.linear_qkv.weight.view(2, 4, 64, 256)[:, 3].reshape(128, 256)
+        assert torch.equal(value_rows, wanted(block + "attn_v.weight"))
+        assert torch.equal(layer.self_attention.linear_proj.weight, wanted(block + "attn_output.weight"))
+        gate_and_up = wanted(block + "ffn_gate.weight", block + "ffn_up.weight")
+        assert torch.equal(layer.mlp.linear_fc1.weight, gate_and_up)
+        assert torch.equal(layer.mlp.linear_fc2.weight, wanted(block + "ffn_down.weight"))
+
+
+def test_a_tensor_that_cant_be_dequantised_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    """Met while the last layer is filled, it would cost the minutes of all the others."""
+    size = msgspec.structs.replace(TINY, hidden_size=256, head_dim=64, ffn_size=256)
+    tensors = file_tensors(tiny_weights(size), size)
+    path = write_gguf(
+        tmp_path / "q8k.gguf",
+        tiny_metadata(size),
+        tensors,
+        lambda name: "Q8_K" if name == "blk.1.ffn_up.weight" else "Q4_K",
+    )
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"q8k\.gguf: tensor blk\.1\.ffn_up\.weight is stored as Q8_K, which can't",
+    ):
+        GgufCheckpoint(GgufFile(path))
 
 
 @pytest.mark.parametrize(

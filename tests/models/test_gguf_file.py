@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
 from megallm.models.gguf_file import GgufFile
-from tests.models.tiny_gguf import tiny_metadata, write_gguf, write_tiny
+from tests.models.tiny_gguf import FORMATS, tiny_metadata, write_gguf, write_tiny
 
 
 @pytest.fixture
@@ -57,6 +57,21 @@ def test_tensors_are_dequantised_to_float32(tmp_path: Path, stored: str) -> None
     error = {"F32": 0.0, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 4e-3, "Q4_0": 0.15, "Q4_1": 0.1}[stored]
     np.testing.assert_allclose(file.read("second"), values, atol=error)
     np.testing.assert_array_equal(file.read("first"), values[0])
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_every_format_gives_what_the_gguf_package_makes_of_its_bytes(tmp_path: Path, stored: str) -> None:
+    """Files that people fetch mix several; a row of the wrong length is noise in every one of them."""
+    values = np.linspace(-1, 1, 3 * 512, dtype=np.float32).reshape(3, 512)
+    path = write_gguf(tmp_path / "one.gguf", tiny_metadata(), {"before": values, "it": values * 2}, stored)
+    file, judge = GgufFile(path), {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name in ("before", "it"):
+        assert (file.tensors[name].kind.name, file.tensors[name].shape) == (stored, (3, 512))
+        wanted = gguf.quants.dequantize(judge[name].data, judge[name].tensor_type)
+        assert wanted.std() > 0
+        found = file.read(name)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_tensor_is_the_reader_s_own_memory(path: Path) -> None:
@@ -135,8 +150,24 @@ def test_a_format_that_cant_be_dequantised_is_named(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"tensor ids is stored as I32"):
-        GgufFile(tmp_path / "int.gguf").read("ids")
+    file = GgufFile(tmp_path / "int.gguf")
+    for refused in (file.check_readable, file.read):
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"int\.gguf: tensor ids is stored as I32, .* use a file .* F32, .*Q4_K",
+        ):
+            refused("ids")
+
+
+def test_a_format_newer_than_the_gguf_package_is_named_with_the_remedy(tmp_path: Path) -> None:
+    """llama.cpp adds a format every few months, and the package follows."""
+    path = write_gguf(tmp_path / "new.gguf", {"general.architecture": "llama"}, {"w": np.ones(8, np.float32)})
+    at = path.read_bytes().index(b"w" + (1).to_bytes(4, "little") + (8).to_bytes(8, "little")) + 13
+    path.write_bytes(path.read_bytes()[:at] + (99).to_bytes(4, "little") + path.read_bytes()[at + 4 :])
+    with pytest.raises(
+        UnsupportedModelError, match=r"new\.gguf: tensor w is stored in format 99, .* install a newer gguf"
+    ):
+        GgufFile(path)
 
 
 def test_k_quants_are_read_by_the_formulas_of_their_blocks(tmp_path: Path) -> None:

@@ -67,22 +67,89 @@ def test_yarn_s_factor_is_the_paper_s_unless_the_config_says_otherwise() -> None
     assert factor(factor=1.0) == 1.0
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "unheard of"])
-def test_rotary_kinds_that_are_not_run_are_refused_by_name(kind: str) -> None:
+def test_longrope_s_factor_comes_of_both_lengths_unless_the_config_says_otherwise() -> None:
+    """Phi-3's configs have the original length outside of the rotary settings, and their first ones "su"."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2, 3, 4, 5]}
+
+    def scaling(**changes: Any) -> RopeScaling:  # Any: JSON
+        rope = {"rope_type": "longrope"} | factors | changes
+        found = read(rope_scaling=rope, original_max_position_embeddings=32).rope_scaling
+        assert found is not None
+        return found
+
+    phi = scaling()
+    assert (phi.divisors, phi.long_divisors, phi.original_positions) == ((1.0,) * 4, (2.0, 3.0, 4.0, 5.0), 32)
+    assert phi.attention_factor == pytest.approx(1.4**0.5)
+    assert scaling(rope_type="su") == phi
+    assert scaling(factor=1.0).attention_factor == 1.0
+    assert scaling(attention_factor=1.5).attention_factor == 1.5
+
+
+def test_a_dynamic_kind_goes_by_the_config_s_whole_length() -> None:
+    """As transformers reads it."""
+    wanted = RopeScaling(kind="dynamic", factor=4.0, original_positions=128)
+    assert read(rope_scaling={"type": "dynamic", "factor": 4}).rope_scaling == wanted
+
+
+def test_rotary_kinds_that_are_not_run_are_refused_by_name() -> None:
     """They work for short texts, so nobody would notice."""
     with pytest.raises(
-        UnsupportedModelError, match=rf"rope_scaling\.rope_type is '{kind}': it.* supported are"
+        UnsupportedModelError, match=r"rope_scaling\.rope_type is 'unheard of'; supported are"
     ):
-        read(rope_scaling={"rope_type": kind, "factor": 2.0})
+        read(rope_scaling={"rope_type": "unheard of", "factor": 2.0})
+
+
+GEMMA3: dict[str, Any] = {  # Any: JSON
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 8,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+}
+
+
+def test_gemma_3_is_read_from_as_little_as_its_makers_wrote() -> None:
+    """Their configs leave out whatever equals a default, heads and vocabulary among it."""
+    size = read(architectures=["Gemma3ForConditionalGeneration"], text_config=GEMMA3)
+    assert (size.num_heads, size.num_kv_heads, size.head_dim, size.vocab_size) == (8, 4, 256, 262_208)
+    assert (size.rotary_base, size.windowed_rotary_base) == (1_000_000.0, 10_000.0)
+    assert size.rope_scaling == RopeScaling(kind="linear", factor=8.0)
+    assert (size.window, size.windowed_layers) == (1023, (0, 1, 2, 3, 4, 6, 7))
+    assert (size.is_tied, size.score_scale, size.logit_softcap) == (True, 1 / 16, None)
+
+
+def test_gemma_3_s_windowed_layers_turn_as_the_config_says_in_either_spelling() -> None:
+    """One object for each kind of layer since transformers 5."""
+    kinds = {"full_attention": {"rope_theta": 5000.0}, "sliding_attention": {"rope_theta": 50.0}}
+    for changes, bases in (
+        ({"rope_parameters": kinds}, (5000.0, 50.0)),
+        ({"rope_theta": 7000, "rope_local_base_freq": 70}, (7000.0, 70.0)),
+    ):
+        size = read(
+            **LLAMA | GEMMA3 | {"architectures": ["Gemma3ForCausalLM"], "rope_scaling": None} | changes
+        )
+        assert (size.rotary_base, size.windowed_rotary_base, size.rope_scaling) == (*bases, None)
+    whole = read(**LLAMA | {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 1})
+    assert whole.windowed_rotary_base is None
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, r"weights are quantised \(gptq\)"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported is silu"),
         ({"architectures": ["GptOssForCausalLM"]}, "supported are LlamaForCausalLM, Mistral"),
         ({"architectures": None}, "supported are LlamaForCausalLM, Mistral"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+            "use_bidirectional_attention is true",
+        ),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            r"rope_parameters\.sliding_attention\.rope_type is 'linear'; supported",
+        ),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],
@@ -107,6 +174,10 @@ def test_parts_that_are_not_run_are_refused_by_name(changes: dict[str, Any], sai
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_heads is 3, no multiple"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling.low_freq_factor is missing"),
         ({"partial_rotary_factor": 2.0}, "rotary_dim is 16, head_dim is 8"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1] * 4, "long_factor": [2]}},
+            "1 factors are to divide 4 rotary frequencies",
+        ),
     ],
 )
 def test_damaged_settings_are_refused_with_file_and_key(changes: dict[str, Any], said: str) -> None:

@@ -54,6 +54,19 @@ def test_one_tensor_of_a_stack_is_read_alone(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.read(f"model.layers.1.self_attn.{name}_proj.weight"), rows)
 
 
+def test_a_rank_s_rows_and_columns_are_read_of_a_stack_and_of_a_tensor(tmp_path: Path) -> None:
+    """Rows count from the start of the asked tensor, which in a stack begins further down."""
+    model = hf_model("phi3")
+    checkpoint = HfFolder(save(model, tmp_path))
+    tensors = model.state_dict()
+    up = tensors["model.layers.1.mlp.gate_up_proj.weight"][48:]
+    down = tensors["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(checkpoint.read("model.layers.1.mlp.up_proj.weight", rows=range(24, 48)), up[24:])
+    assert torch.equal(
+        checkpoint.read("model.layers.1.mlp.down_proj.weight", columns=range(16, 32)), down[:, 16:32]
+    )
+
+
 def test_copies_of_what_the_model_has_anyway_are_passed_over(tmp_path: Path) -> None:
     """Old folders hold the rotary frequencies, and some a tied output projection."""
     folder = save(hf_model("llama", tie_word_embeddings=True), tmp_path)
@@ -119,13 +132,13 @@ def test_a_tensor_that_nothing_asks_for_is_refused(folder: Path) -> None:
         HfFolder(folder)
 
 
-def test_a_tensor_of_whole_numbers_is_refused_when_it_is_read(folder: Path) -> None:
+def test_a_tensor_of_whole_numbers_is_refused_before_any_is_read(folder: Path) -> None:
     """Quantised weights need their scales; as numbers they are noise."""
     change_tensors(folder, **{NORM: torch.ones(32, dtype=torch.int8)})
     with pytest.raises(
         UnsupportedModelError, match=r"model\.safetensors: tensor model\.norm\.weight is stored as I8"
     ):
-        HfFolder(folder).read(NORM)
+        HfFolder(folder)
 
 
 def test_weights_that_may_run_code_are_refused_with_the_remedy(folder: Path) -> None:

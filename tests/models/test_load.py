@@ -125,11 +125,16 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
         load_model(folder, device="cpu", tokenizer=tmp_path)
 
 
-@pytest.mark.parametrize("size", ["tp", "pp"])
-def test_a_model_over_several_ranks_is_refused_by_name(size: str) -> None:
+@pytest.mark.parametrize("size", ["tp", "pp", "ep"])
+def test_other_sizes_than_those_that_are_set_up_are_refused(tmp_path: Path, size: str) -> None:
     """A whole model on each rank instead would run out of memory much later."""
-    with pytest.raises(NotImplementedError, match=f"^{size} is 2: a model split over ranks"):
-        load_model("smollm2-135m", tp=2 if size == "tp" else 1, pp=2 if size == "pp" else 1)
+    write_tiny(tmp_path / "tiny.gguf")
+    load_model(tmp_path / "tiny.gguf", device="cpu")
+    sizes: dict[str, Any] = {size: 2}  # Any: one of several arguments
+    with pytest.raises(
+        ValueError, match=f"^{size} is 2, and megatron's parallel state is set up with 1; leave"
+    ):
+        load_model(tmp_path / "tiny.gguf", device="cpu", **sizes)
 
 
 def test_an_unknown_model_class_is_refused_with_the_known_ones() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import megallm
 from megallm.models.megatron_setup import quiet_megatron
-from tests.models.tiny_gguf import write_tiny
+from tests.models.tiny_gguf import TINY, write_tiny
 
 FRESH_PROCESS = """
 import json, os, sys
@@ -21,26 +21,22 @@ from megallm.models import load_model
 
 report = {"light": not {"torch", "megatron"} & set(sys.modules)}
 path = Path(sys.argv[1])
-os.environ["TORCHELASTIC_RUN_ID"] = "1"
 try:
-    load_model(path, device="cpu")
-except RuntimeError as error:
-    report["torchrun"] = str(error)
-del os.environ["TORCHELASTIC_RUN_ID"]
+    load_model(path, device="cpu", tp=2)
+except ValueError as error:
+    report["alone"] = str(error)
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed import fake_pg
 dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
-try:
-    load_model(path, device="cpu")
-except RuntimeError as error:
-    report["two_ranks"] = str(error)
-parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+part, _ = load_model(path, device="cpu", tp=2)
+report["rows"] = len(part.embedding.word_embeddings.weight)
+parallel_state.set_virtual_pipeline_model_parallel_world_size(2)
 try:
     load_model(path, device="cpu")
 except ValueError as error:
-    report["split"] = str(error)
+    report["virtual"] = str(error)
 parallel_state.destroy_model_parallel()
 dist.destroy_process_group()
 
@@ -81,9 +77,12 @@ def test_a_fresh_process_is_set_up_alone_quietly_and_all_but_unreachable(tmp_pat
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert report["light"], "import megallm.models must leave torch and megatron alone"
-    assert "started by torchrun" in report["torchrun"]
-    assert "has 2 ranks and megatron's parallel state is not initialised" in report["two_ranks"]
-    assert "the tensor model parallel size is 2" in report["split"]
+    assert report["alone"] == (
+        "tp=2 and pp=1 need a multiple of 2 processes, and there are 1; start 2, as with torchrun "
+        "--nproc-per-node 2, or choose smaller sizes"
+    )
+    assert report["rows"] == TINY.vocab_size // 2, "groups that the caller started are split as asked"
+    assert "the virtual pipeline model parallel size is 2" in report["virtual"]
     assert report["kept"], "groups that are there must be left alone"
     assert [address.partition(":")[0] for address in report["listening"]] == ["0100007F"]
     assert report["threads"] < 30

@@ -19,7 +19,19 @@ def test_tensors_of_every_readable_format_come_back_whole_or_by_rows(tmp_path: P
         file = SafetensorsFile(tmp_path / "a.safetensors")
         assert file.tensors.keys() == {"first", "values"}
         assert torch.equal(file.read("values"), values)
-        assert torch.equal(file.read("values", 2, 3), values[2:5])
+        assert torch.equal(file.read("values", rows=range(2, 5)), values[2:5])
+
+
+def test_columns_are_cut_from_rows_that_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    """A rank's columns of a large matrix must not cost the memory of all of them."""
+    values = torch.arange(24_000_000, dtype=torch.float32).view(3, 8_000_000)  # a row is 32 MB, a read 16
+    save_file({"values": values}, tmp_path / "a.safetensors")
+    file = SafetensorsFile(tmp_path / "a.safetensors")
+    assert torch.equal(file.read("values", columns=range(5, 4000)), values[:, 5:4000])
+    assert torch.equal(
+        file.read("values", rows=range(1, 3), columns=range(7_999_990, 8_000_000)), values[1:, -10:]
+    )
+    assert file.read("values", rows=range(3, 3)).shape == (0, 8_000_000)
 
 
 def write(path: Path, header: object, content: bytes = b"") -> Path:

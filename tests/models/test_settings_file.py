@@ -31,6 +31,14 @@ def test_an_object_inside_keeps_its_place_in_messages() -> None:
     assert SETTINGS.inside("absent").values == {}
 
 
+def test_defaults_stand_in_for_absent_keys_and_not_for_null() -> None:
+    """Null often means that a part is turned off, whose default is that it is on."""
+    filled = SETTINGS.inside("inner").over({"text": "y", "size": 3})
+    assert filled.values == {"text": "x", "size": 3}
+    assert not SETTINGS.over({"none": 5}).has("none")
+    assert filled.name_of("size") == "a.json: inner.size"
+
+
 @pytest.mark.parametrize(
     ("key", "kind", "said"),
     [

@@ -3,69 +3,26 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import shutil
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import msgspec
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
 from megallm.models.checkpoint import Experts, Hyperparameters, RopeScaling
-from megallm.models.gpt import random_gpt
 from megallm.models.load import load_model
-from megallm.models.megatron_setup import ensure_process_groups, quiet_megatron
 from megallm.models.settings_file import Settings
 from megallm.models.torch_dist import TorchDistFolder, hyperparameters_of, is_torch_dist
-from tests.models.tiny_gguf import TINY
-from tests.models.tiny_hf import change_json, write_tokenizer
-
-SIZE = msgspec.structs.replace(TINY, is_tied=False, has_qk_norm=True)
-ARGUMENTS: dict[str, Any] = {  # Any: as a training run has them
-    "num_layers": SIZE.num_layers,
-    "hidden_size": SIZE.hidden_size,
-    "num_attention_heads": SIZE.num_heads,
-    "group_query_attention": True,
-    "num_query_groups": SIZE.num_kv_heads,
-    "kv_channels": SIZE.head_dim,
-    "ffn_hidden_size": SIZE.ffn_size,
-    "padded_vocab_size": SIZE.vocab_size,
-    "max_position_embeddings": SIZE.max_positions,
-    "rotary_base": 10_000,
-    "norm_epsilon": SIZE.norm_epsilon,
-    "untie_embeddings_and_output_weights": True,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "position_embedding_type": "rope",
-    "add_bias_linear": False,
-    "qk_layernorm": True,
-}
+from tests.models.tiny_hf import change_json
+from tests.models.tiny_torch_dist import ARGUMENTS, SIZE, save_run
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:  # Any: megatron's model
     """Gives a run's folder with one iteration of a bfloat16 model, and the model."""
     run = tmp_path_factory.mktemp("run")
-    write_tokenizer(run, SIZE.vocab_size)
-    iteration = run / "iter_0000005"
-    iteration.mkdir()
-    cpu = torch.device("cpu")
-    with (
-        quiet_megatron(),
-        # megatron asks for CUDA while it saves
-        mock.patch.object(torch.cuda, "synchronize"),
-        mock.patch.object(torch.cuda, "current_device", return_value=cpu),
-    ):
-        ensure_process_groups()
-        model = random_gpt(SIZE, dtype=torch.bfloat16, device=cpu)
-        arguments = Namespace(**ARGUMENTS, tokenizer_model=str(run))
-        state = {"model": model.sharded_state_dict(), "args": arguments, "iteration": 5}
-        dist_checkpointing.save(state, str(iteration), async_strategy="mcore")
-    (run / "latest_checkpointed_iteration.txt").write_text("5\n", encoding="utf-8")
-    return run, model
+    return run, save_run(run)
 
 
 @pytest.fixture

@@ -26,6 +26,13 @@ TINY = Hyperparameters(
     norm_epsilon=1e-5,
     is_tied=True,
 )
+FORMATS = [
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
+]
+"""Those that the `gguf` package turns into floating point."""
+
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["Ġ Ġ", "t h", "th e", "Ġ the"]
 USER_DEFINED = "<think>"
@@ -86,8 +93,13 @@ def tiny_metadata(size: Hyperparameters = TINY) -> Metadata:
     }
 
 
-def write_gguf(path: Path, metadata: Metadata, tensors: Weights, stored: str = "F32") -> Path:
-    """Writes a file as it is told, tensors by their names in the file; matrices are stored as `stored`."""
+def write_gguf(
+    path: Path, metadata: Metadata, tensors: Weights, stored: str | Callable[[str], str] = "F32"
+) -> Path:
+    """Writes a file as it is told, tensors by their names in the file; matrices are stored as `stored`.
+
+    That is a format, or what gives one for a name.
+    """
     writer = gguf.GGUFWriter(path, str(metadata["general.architecture"]))
     add: dict[type, Callable[[str, str | int | float | bool | list[str] | list[int] | list[float]], None]] = {
         str: writer.add_string,
@@ -100,13 +112,30 @@ def write_gguf(path: Path, metadata: Metadata, tensors: Weights, stored: str = "
         if key != "general.architecture":
             add[type(value)](key, value)
     for name, values in tensors.items():
-        kind = gguf.GGMLQuantizationType[stored if values.ndim > 1 else "F32"]
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        form = "F32" if values.ndim == 1 else stored if isinstance(stored, str) else stored(name)
+        kind = gguf.GGMLQuantizationType[form]
+        writer.add_tensor(name, quantised(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def quantised(
+    values: NDArray[np.float32], kind: gguf.GGMLQuantizationType
+) -> NDArray[Any]:  # Any: per format
+    """Gives values in a format; in one that the `gguf` package only reads, blocks of random weights."""
+    try:
+        return gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        rng = np.random.default_rng(3)
+        num_items, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        blocks = rng.integers(
+            0, 256, (*values.shape[:-1], values.shape[-1] // num_items, num_bytes), np.uint8
+        )
+        # whichever two bytes are a block's scale, in half precision they are no infinity and no NaN
+        return (blocks & 0x2F).reshape(*values.shape[:-1], -1)
 
 
 def file_tensors(weights: Weights, size: Hyperparameters = TINY, *, is_interleaved: bool = True) -> Weights:

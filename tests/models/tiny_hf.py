@@ -46,19 +46,31 @@ YARN_ROPE = {
     "original_max_position_embeddings": 32,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.5, 3.0, 5.0, 9.0],
+}
 
 
 def hf_model(family: str, **changes: Any) -> HfModel:  # Any: settings of a config
     """Builds a family's model from one seed, its weights large enough that tokens differ."""
     settings: Any = transformers.AutoConfig.for_model(family, **(BASE | changes))
     settings._attn_implementation = "eager"  # noqa: SLF001 - transformers has no other way before a model is there
-    model: HfModel = transformers.AutoModelForCausalLM.from_config(settings).eval()
+    sees = "vision_config" in changes
+    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    model: HfModel = kind.from_config(settings).eval()
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.2, generator=generator)
         else:
             parameter.data.uniform_(0.5, 1.5, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.3, 0.3, generator=generator)
     return model
 
 

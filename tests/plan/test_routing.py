@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megallm.core_async.messages import RequestId
+from megallm.core_async.messages import PrefixReport, RequestId
 from megallm.core_async.plan.routing import RoutingPolicy, RoutingTable
 
 LONGEST, FIRST, BALANCED = (
@@ -104,8 +104,10 @@ def test_a_flushed_rank_is_not_preferred_any_more() -> None:
     table = table_of(2)
     route(table, "ab", "ab")
     table.forget_prefixes(0)
-    assert table.num_keys == 0
     assert route(table, "ab", first=3) == [1]
+    table.forget_prefixes(1)
+    table.end(RequestId(1))
+    assert route(table, "ab", first=4) == [0]
 
 
 def test_a_lost_rank_gets_nothing_and_gives_up_its_requests() -> None:
@@ -119,6 +121,60 @@ def test_a_lost_rank_gets_nothing_and_gives_up_its_requests() -> None:
     table.add(0)
     assert table.ranks == [0, 1]
     assert route(table, "qq", first=5) == [0]
+
+
+def test_ranks_with_more_requests_than_rows_are_still_told_apart() -> None:
+    """A popular prompt in a rush would else queue on one rank for good: no other has a place free either."""
+    table = table_of(2, alpha=0.5, max_requests=2)
+    assert route(table, *["ab"] * 8) == [0, 0, 0, 1, 1, 1, 1, 0]
+
+
+def test_a_rank_that_reports_a_prefix_gone_is_not_taken_for_it() -> None:
+    """Its cache is finite, and a rank that computes anew should be the idlest one."""
+    table = table_of(2, alpha=0.8)
+    assert route(table, "abcd", "x") == [0, 1]
+    table.correct(0, PrefixReport([], keys_of("abcd")[::-1]))
+    table.end(RequestId(2))
+    assert route(table, "abcd", first=3) == [1]
+
+
+def test_what_is_left_of_a_prefix_counts() -> None:
+    """Caches give up the end of a prompt first."""
+    table = table_of(2, alpha=0.8)
+    route(table, "abcd", "xy")
+    table.correct(0, PrefixReport([], keys_of("abcd")[:1:-1]))
+    assert route(table, "abzz", first=3) == [0]
+
+
+def test_a_report_of_a_prefix_computed_again_comes_after_that_of_its_end() -> None:
+    """A request may be on its way to a rank while that one's report says that its prefix is gone."""
+    table = table_of(2, alpha=0.8)
+    route(table, "ab")
+    table.correct(0, PrefixReport([], keys_of("ab")[::-1]))
+    assert route(table, "xy", first=2) == [1]
+    table.end(RequestId(2))
+    table.correct(0, PrefixReport(keys_of("ab"), []))
+    assert route(table, "ab", first=3) == [0]
+
+
+def test_a_report_that_a_cache_was_flushed_counts_for_all_before_it() -> None:
+    """What the same report says it has since then, it has."""
+    table = table_of(2, alpha=0.8)
+    route(table, "ab", "xy")
+    route(table, "xy", first=3)
+    table.correct(1, PrefixReport(keys_of("x"), [], is_flushed=True))
+    assert route(table, "xz", first=4) == [1]
+    table.correct(1, PrefixReport([], [], is_flushed=True))
+    assert route(table, "xz", first=5) == [0]
+
+
+def test_prefixes_that_no_request_had_are_not_learnt_from_reports() -> None:
+    """Reports name each block that is filled; of outputs, nobody asks most."""
+    table = table_of(2, FIRST)
+    route(table, "ab")
+    table.correct(0, PrefixReport(keys_of("ab") + keys_of("xyz"), []))
+    table.correct(7, PrefixReport(keys_of("ab"), []))
+    assert table.num_keys == 1
 
 
 @given(
@@ -142,7 +198,7 @@ def test_the_rank_with_the_highest_score_is_taken(
         scores: list[tuple[float, ...]] = []
         for rank, known in enumerate(seen):
             matches = bool(depth) and keys[depth - 1] in known
-            free = (1 - alpha) * max(0, max_requests - pending[rank]) / max_requests
+            free = (1 - alpha) * (max_requests - pending[rank]) / max_requests
             score = alpha * depth / len(keys) * matches + free if depth else -pending[rank]
             scores.append((score, known[keys[depth - 1]] if matches else 0, -rank))
         rank = table.route(RequestId(number), keys_of(prompt))

@@ -13,6 +13,7 @@ from megallm.core_async.protocols import Runner
 from megallm.core_async.ranks.calls import FollowerCalls, LeaderCalls
 from megallm.core_async.ranks.follower import Follower
 from megallm.core_async.ranks.leader import Leader
+from megallm.core_async.ranks.together import Together
 from tests.engines import Rig, engine_config, fake_runner
 from tests.fakes import FakeRunner, FakeTokenizer
 
@@ -24,8 +25,9 @@ STUCK_S = 15.0
 class Collective:
     """What both ranks' threads wait for together, as for a sum over ranks; broken when a rank goes."""
 
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(len(NAMES))
+    def __init__(self, num_ranks: int = len(NAMES)) -> None:
+        self._num_ranks = num_ranks
+        self._barrier = threading.Barrier(num_ranks)
         self._records: dict[int, bytes] = {}
 
     def wait(self, _plan: StepPlan | None = None) -> None:
@@ -37,10 +39,10 @@ class Collective:
         self._barrier.abort()
 
     def exchange(self, place: int, record: bytes) -> list[bytes]:
-        """Gives both ranks' records."""
+        """Gives every rank's record."""
         self._records[place] = record
         self.wait()
-        records = [self._records[each] for each in range(len(NAMES))]
+        records = [self._records[each] for each in range(self._num_ranks)]
         self.wait()
         return records
 
@@ -48,9 +50,9 @@ class Collective:
 class FakeRanks:
     """`Ranks` of this process."""
 
-    def __init__(self, place: int, collective: Collective) -> None:
+    def __init__(self, place: int, collective: Collective, names: tuple[int, ...] = NAMES) -> None:
         self.place = place
-        self.names = NAMES
+        self.names = names
         self._collective = collective
 
     def exchange(self, record: bytes) -> list[bytes]:
@@ -72,8 +74,9 @@ class Pair:
     @property
     def leader(self) -> Leader:
         """The leader's worker."""
-        assert self.leader_calls.leader is not None, "the engine has not started"
-        return self.leader_calls.leader
+        (leader,) = self.leader_calls.others
+        assert isinstance(leader, Leader), leader
+        return leader
 
 
 def new_pair() -> Pair:
@@ -85,11 +88,13 @@ def new_pair() -> Pair:
     follower = Follower(config, runners[1], FakeTokenizer(), FakeRanks(1, collective))
 
     def make_leader(runner: Runner) -> Leader:
-        leader_calls.leader = Leader(runner, FakeRanks(0, collective), engine.error)
-        return leader_calls.leader
+        leader = Leader(runner, FakeRanks(0, collective), engine.error)
+        others.append(leader)
+        return leader
 
+    others: list[Together] = []
     engine = Engine(config, runners[0], FakeTokenizer(), make_worker=make_leader)
-    leader_calls = LeaderCalls(engine)
+    leader_calls = LeaderCalls(engine, others)
     return Pair(
         leading=Rig(engine, runners[0]),
         follower=follower,

@@ -1,6 +1,7 @@
 """One rank's program that runs until a rank is lost, and says what each of its waiters got.
 
-Arguments: what the last rank does wrong by itself: "nothing" (the test kills or stops a process) or "raise".
+Arguments: what the last rank does wrong by itself, "nothing" (the test kills or stops a process) or "raise";
+and whether the ranks are "tensor"-parallel or "stages" of a pipeline.
 """
 
 import json
@@ -16,7 +17,7 @@ from torch import distributed
 from megallm import MegatronLLM
 from megallm.models.megatron_setup import quiet_megatron
 from tests.fakes import FakeTokenizer
-from tests.ranks.split_model import split_gpt
+from tests.ranks.staged_model import Layout, staged_gpt
 from tests.small_llm import greedy, settings
 
 NUM_FORWARDS = 50
@@ -41,19 +42,23 @@ def break_later(model: Any) -> None:  # Any: megatron's model
         if len(passes) > NUM_FORWARDS:
             raise ArithmeticError("the weights are broken")
 
-    model.decoder.layers[1].register_forward_pre_hook(before)
+    model.decoder.layers[0].register_forward_pre_hook(before)
 
 
 def main() -> None:
     """Runs until the engine has failed; every waiter's outcome is a line of the report."""
     distributed.init_process_group("gloo")
     rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
+    fault, kind = sys.argv[1:]
+    layout = Layout(pp=num_ranks) if kind == "stages" else Layout(tp=num_ranks)
     with quiet_megatron():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=num_ranks, create_gloo_process_groups=False
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            create_gloo_process_groups=False,
         )
-        model = split_gpt(rank, num_ranks)
-    if sys.argv[1] == "raise" and rank == num_ranks - 1:
+        model = staged_gpt(layout)
+    if fault == "raise" and rank == num_ranks - 1:
         break_later(model)
     llm = MegatronLLM(model=model, tokenizer=FakeTokenizer(), inference_config=settings())
     calls: dict[str, Callable[[], object]] = {"wait_for_shutdown": llm.wait_for_shutdown}

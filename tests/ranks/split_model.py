@@ -20,9 +20,13 @@ def split_gpt(rank: int = 0, num_ranks: int = 1) -> Megatron:
     )
     generator = torch.Generator().manual_seed(11)
     for name, parameter in model.named_parameters():
-        whole = _random(name, parameter, num_ranks, generator)
-        parameter.data.copy_(_part(name, whole, rank, num_ranks))
+        parameter.data.copy_(random_part(name, parameter, rank, num_ranks, generator))
     return model
+
+
+def random_part(name: str, part: Tensor, rank: int, num_ranks: int, generator: torch.Generator) -> Tensor:
+    """Gives one rank's part, of the shape of `part`, of a parameter whose whole is drawn."""
+    return _part(name, _random(name, part, num_ranks, generator), rank, num_ranks)
 
 
 def _random(name: str, part: Tensor, num_ranks: int, generator: torch.Generator) -> Tensor:

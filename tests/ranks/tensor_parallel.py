@@ -17,6 +17,7 @@ from torch import distributed
 from megallm import MegatronLLM
 from megallm.core_async.builder import Parts
 from megallm.core_async.ranks.calls import LeaderCalls
+from megallm.core_async.ranks.leader import Leader
 from megallm.models.megatron_setup import quiet_megatron
 from tests.fakes import FakeTokenizer
 from tests.ranks.split_model import split_gpt
@@ -118,8 +119,9 @@ def traffic(llm: MegatronLLM) -> tuple[int, int]:
     calls = parts.calls
     if not isinstance(calls, LeaderCalls):
         return 0, 0
-    assert calls.leader is not None
-    return calls.leader.traffic
+    (leader,) = calls.others
+    assert isinstance(leader, Leader), leader
+    return leader.traffic
 
 
 if __name__ == "__main__":

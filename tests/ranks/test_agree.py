@@ -16,7 +16,7 @@ def agreements(*derives: Callable[[], EngineConfig]) -> list[EngineConfig | str]
 
     def agree(place: int) -> EngineConfig | str:
         try:
-            return agreed(FakeRanks(place, collective), derives[place])
+            return agreed([FakeRanks(place, collective)], derives[place])
         except (RankLostError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
 
@@ -32,7 +32,7 @@ def refuse() -> EngineConfig:
 def test_one_rank_asks_nobody() -> None:
     """There is nobody."""
     config = engine_config()
-    assert agreed(None, lambda: config) is config
+    assert agreed([], lambda: config) is config
 
 
 def test_the_rank_with_the_least_room_decides() -> None:

@@ -17,12 +17,20 @@ def busy() -> float:
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-@pytest.mark.parametrize(("lost", "sent"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("kind", "lost", "sent"),
+    [
+        ("tensor", 1, signal.SIGKILL),
+        ("tensor", 0, signal.SIGKILL),
+        ("tensor", 1, signal.SIGSTOP),
+        ("stages", 1, signal.SIGKILL),
+    ],
+)
 def test_a_rank_that_goes_or_hangs_ends_every_waiter(
-    rank_processes: Ranks, lost: int, sent: signal.Signals
+    rank_processes: Ranks, kind: str, lost: int, sent: signal.Signals
 ) -> None:
     """A collective waits for ever for a rank that has gone; nobody who called the engine may."""
-    with rank_processes.running("tests.ranks.lost_rank", 2, "nothing") as processes:
+    with rank_processes.running("tests.ranks.lost_rank", 2, "nothing", kind) as processes:
         for process in processes:
             process.wait_for("running")
         processes[lost].send(sent)
@@ -36,7 +44,7 @@ def test_a_rank_that_goes_or_hangs_ends_every_waiter(
 
 def test_a_rank_that_raises_ends_all_with_the_same_cause(rank_processes: Ranks) -> None:
     """The first failure, and where it was, is what somebody has to mend."""
-    with rank_processes.running("tests.ranks.lost_rank", 2, "raise") as processes:
+    with rank_processes.running("tests.ranks.lost_rank", 2, "raise", "tensor") as processes:
         for process in processes:
             process.wait_for("running")
         reports = [process.report() for process in processes]

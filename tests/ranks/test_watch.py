@@ -57,7 +57,9 @@ async def test_a_short_wait_asks_nobody(autojump_clock: MockClock) -> None:
 async def test_a_rank_that_does_not_answer_is_lost(autojump_clock: MockClock) -> None:
     """It hangs as a whole, or its machine has gone without a word."""
     began = anyio.current_time()
-    with pytest.raises(RankLostError, match="rank 2 is lost: a step takes long, and it has not answered"):
+    with pytest.raises(
+        RankLostError, match="rank 2 is lost: it was asked whether it is there, and has not answered"
+    ):
         await Questions({1}).watch.wait_for(anyio.sleep_forever, 5)
     assert anyio.current_time() - began == pytest.approx(PATIENCE_S + ANSWER_S)
 

@@ -67,6 +67,7 @@ FROM_FRONTEND: list[FromFrontend] = [
     SubmitRequests(3, [REQUEST]),
     CloseRequests([KEY]),
     CallEngine(4, "pause", "wait"),
+    CallEngine(5, "profile", "start"),
 ]
 TO_FRONTEND: list[ToFrontend] = [
     Welcome(7, engine_config(), EngineStats(step=3), "running", b"setup"),

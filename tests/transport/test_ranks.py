@@ -37,9 +37,9 @@ async def test_a_rank_that_knows_the_secret_gets_in_with_all_it_says() -> None:
     """Frames that come right behind the first one are not lost."""
     place = MeetingPlace(None)
     assert place.meeting.host == "127.0.0.1"
-    follower = await connect(place.meeting, 1, 4)
+    follower = await connect(place.meeting, 1, 4, FromLeader.__value__)
     follower.put(Started())
-    (leaders,) = await place.followers(NAMES)
+    (leaders,) = await place.others(NAMES, FromFollower.__value__)
     assert await leaders.receive() == [Started()]
     leaders.put(AskWhere())
     assert await follower.receive() == [AskWhere()]
@@ -66,8 +66,8 @@ async def test_a_stranger_is_turned_away_and_ranks_get_in(
     with caplog.at_level(logging.WARNING), socket.create_connection(address) as stranger:
         stranger.sendall(first)
         stranger.shutdown(socket.SHUT_WR)
-        follower = await connect(place.meeting, 1, 4)
-        (leaders,) = await place.followers(NAMES)
+        follower = await connect(place.meeting, 1, 4, FromLeader.__value__)
+        (leaders,) = await place.others(NAMES, FromFollower.__value__)
     assert "is none of this engine's ranks" in caplog.text
     leaders.close()
     follower.close()
@@ -79,8 +79,8 @@ async def test_a_silent_stranger_keeps_no_rank_waiting(monkeypatch: pytest.Monke
     place = MeetingPlace(None)
     address = place.meeting.host, place.meeting.port
     with socket.create_connection(address), anyio.fail_after(ranks.JOIN_S / 2):
-        follower = await connect(place.meeting, 1, 4)
-        (leaders,) = await place.followers(NAMES)
+        follower = await connect(place.meeting, 1, 4, FromLeader.__value__)
+        (leaders,) = await place.others(NAMES, FromFollower.__value__)
     leaders.close()
     follower.close()
 
@@ -88,9 +88,9 @@ async def test_a_silent_stranger_keeps_no_rank_waiting(monkeypatch: pytest.Monke
 async def test_a_place_that_is_taken_or_unknown_is_turned_away() -> None:
     """A rank that comes twice would get another one's plans."""
     place = MeetingPlace(None)
-    strangers = [await connect(place.meeting, wrong, 4) for wrong in (0, 2, -1)]
-    follower = await connect(place.meeting, 1, 4)
-    (leaders,) = await place.followers(NAMES)
+    strangers = [await connect(place.meeting, wrong, 4, FromLeader.__value__) for wrong in (0, 2, -1)]
+    follower = await connect(place.meeting, 1, 4, FromLeader.__value__)
+    (leaders,) = await place.others(NAMES, FromFollower.__value__)
     for stream in [*strangers, leaders, follower]:
         stream.close()
 
@@ -110,7 +110,7 @@ async def test_a_leader_that_is_not_there_is_named() -> None:
     with pytest.raises(
         RankLostError, match=r"rank 4 is not reached at 127.0.0.1 port \d+: Connection refused"
     ):
-        await connect(place.meeting, 1, 4)
+        await connect(place.meeting, 1, 4, FromLeader.__value__)
 
 
 async def test_an_end_and_nonsense_are_a_lost_rank() -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TextIO
 from megallm.commands.argument_types import whole
 from megallm.commands.generate import Load
 from megallm.commands.sampling_options import add_sampling_options, sampling_params
+from megallm.commands.steps import Steps
 
 EXIT_OK = 0
 _PROMPT = "> "
@@ -77,14 +78,18 @@ def run(
 
     Raises: ValueError when the model has no chat template; what loading and generating raise.
     """
-    print(f"megallm: loading {options.model}", file=stderr, flush=True)
+    steps = Steps(stderr)
     model, tokenizer = load(options.model, options.threads)
+    steps.done(f"loaded {options.model}")
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
             f"{options.model} has no chat template, so it is no chat model; use megallm generate --raw"
         )
-    with open_engine(model, tokenizer, options) as llm:
-        print(f"megallm: {_HELP}", file=stderr, flush=True)
+    with contextlib.ExitStack() as leaving:
+        with steps.showing("starting the engine"):
+            llm = leaving.enter_context(open_engine(model, tokenizer, options))
+        steps.done("started the engine")
+        steps.say(_HELP)
         conversation = _Conversation(tokenizer, llm, options)
         for line in _lines(stdin, stdout):
             match line.strip():

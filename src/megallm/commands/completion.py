@@ -10,6 +10,8 @@ from typing import Any, Final, TextIO
 
 SHELLS: Final = ("bash", "zsh", "fish")
 EXIT_OK = 0
+_UNNAMED: Final = ("help",)
+"""Arguments whose default is no value of theirs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,52 +21,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, *, parser: argparse.ArgumentParser, stdout: TextIO) -> int:
     """Writes the script; gives the exit code."""
-    words = _words(parser)
-    stdout.write(_fish(words) if options.shell == "fish" else _bash(words, is_zsh=options.shell == "zsh"))
+    commands = _commands(parser)
+    own = [option for action in _actions(parser) for option in action.option_strings]
+    stdout.write(
+        _fish(commands, own)
+        if options.shell == "fish"
+        else _bash(commands, own, is_zsh=options.shell == "zsh")
+    )
     return EXIT_OK
 
 
-def _words(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
-    """Gives every command's options, and under "" the commands."""
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     choices: list[Any] = [action.choices for action in _actions(parser)]  # Any: argparse leaves it open
-    commands: dict[str, argparse.ArgumentParser] = next(each for each in choices if hasattr(each, "keys"))
-    words: dict[str, list[str]] = {"": list(commands)}
-    for name, command in commands.items():
-        options = [option for action in _actions(command) for option in action.option_strings]
-        words[name] = options + [choice for action in _actions(command) for choice in _choices(action)]
-    return words
+    return next(each for each in choices if hasattr(each, "keys"))
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return parser._actions  # noqa: SLF001 - the same
 
 
-def _choices(action: argparse.Action) -> list[str]:
-    return [] if action.option_strings or action.choices is None else list(action.choices)
+def _takes_value(action: argparse.Action) -> bool:
+    return bool(action.option_strings) and action.nargs != 0
 
 
-def _bash(words: dict[str, list[str]], *, is_zsh: bool) -> str:
-    cases = "\n".join(
-        f'        {name}) words="{" ".join(options)}" ;;' for name, options in words.items() if name
-    )
+def _values(action: argparse.Action) -> list[str]:
+    """Gives what an argument may be: its choices, else its default where that is a word."""
+    if action.choices is not None:
+        return [str(choice) for choice in action.choices]
+    return [action.default] if isinstance(action.default, str) and action.dest not in _UNNAMED else []
+
+
+def _bash(commands: dict[str, argparse.ArgumentParser], own: list[str], *, is_zsh: bool) -> str:
+    cases: list[str] = []
+    bare: list[str] = []
+    for name, command in commands.items():
+        words: list[str] = []
+        for action in _actions(command):
+            after = "|".join(f'"{name} {option}"' for option in action.option_strings)
+            if _takes_value(action) and _values(action):
+                cases.append(f'        {after}) words="{" ".join(_values(action))}" ;;')
+            elif _takes_value(action):
+                bare.append(after)
+            words += action.option_strings or _values(action)
+        cases.append(f'        "{name} "*) words="{" ".join(words)}" ;;')
+    if bare:  # with nothing to offer the shell completes files
+        cases.insert(0, f"        {'|'.join(bare)}) ;;")
     prelude = "autoload -U +X bashcompinit && bashcompinit\n" if is_zsh else ""
+    every_case = "\n".join(cases)
     return f"""{prelude}_megallm() {{
-    local words
-    case "${{COMP_WORDS[1]}}" in
-{cases}
-        *) words="{" ".join(words[""])}" ;;
+    local words=""
+    case "${{COMP_WORDS[1]}} ${{COMP_WORDS[COMP_CWORD-1]}}" in
+{every_case}
     esac
-    if [ "$COMP_CWORD" -eq 1 ]; then words="{" ".join(words[""])}"; fi
+    if [ "$COMP_CWORD" -eq 1 ]; then words="{" ".join([*commands, *own])}"; fi
     COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _megallm megallm
 """
 
 
-def _fish(words: dict[str, list[str]]) -> str:
-    lines = [f"complete -c megallm -n __fish_use_subcommand -f -a '{' '.join(words[''])}'"]
-    for name, options in words.items():
-        for option in options if name else []:
-            where = f"complete -c megallm -n '__fish_seen_subcommand_from {name}'"
-            lines.append(f"{where} -l {option[2:]}" if option.startswith("--") else f"{where} -a {option}")
+def _fish(commands: dict[str, argparse.ArgumentParser], own: list[str]) -> str:
+    at_first = "complete -c megallm -n __fish_use_subcommand"
+    lines = [f"{at_first} -f -a '{' '.join([*commands, *own])}'"]
+    for name, command in commands.items():
+        where = f"complete -c megallm -n '__fish_seen_subcommand_from {name}'"
+        for action in _actions(command):
+            values = "".join(f" -a '{' '.join(values)}'" for values in [_values(action)] if values)
+            needs = f" -r{values}" if _takes_value(action) else ""
+            lines += [
+                f"{where} -l {option[2:]}{needs}"
+                for option in action.option_strings
+                if option.startswith("--")
+            ]
+            if values and not action.option_strings:
+                lines.append(f"{where}{values}")
     return "\n".join(lines) + "\n"

@@ -1,19 +1,19 @@
 """`megallm generate`: answers prompts, all in one batch.
 
-Answers go to stdout, the bar and the summary to stderr. Knows the public API alone; the model and
+Answers go to stdout, steps, bars and the summary to stderr. Knows the public API alone; the model and
 the engine come in as arguments, so tests put fakes there.
 """
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol, TextIO
 
 from megallm.commands.argument_types import whole
 from megallm.commands.prompt_input import Prompt, add_prompt_arguments, read_prompts
 from megallm.commands.sampling_options import add_sampling_options, sampling_params
+from megallm.commands.steps import Steps
 
 SHOWN_PROMPT_CHARS = 200
 
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--raw", action="store_true", help="send prompts as they are, without the model's chat template")
     add("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's choice)")
     add("--jsonl", action="store_true", help="one JSON object a prompt instead of text")
-    add("--progress", action=argparse.BooleanOptionalAction, help="a bar (default: on a terminal)")
+    add("--progress", action=argparse.BooleanOptionalAction, help="bars and steps (default: on a terminal)")
 
 
 def run(
@@ -85,19 +85,33 @@ def run(
     Raises: what reading the prompts, loading and generating raise.
     """
     prompts = read_prompts(options, stdin)
-    started = time.perf_counter()
+    is_watched = stderr.isatty() if options.progress is None else options.progress
+    steps = Steps(stderr, are_shown=is_watched)
     model, tokenizer = load(options.model, options.threads)
+    steps.done(f"loaded {options.model}")
     params = sampling_params(options)
     inputs = [_model_input(prompt, tokenizer, is_raw=options.raw) for prompt in prompts]
-    with open_engine(model, tokenizer) as llm:
-        loaded = time.perf_counter()
-        answers = _generate(llm, inputs, params, progress=options.progress)
-        generated_s = time.perf_counter() - loaded
+    with ExitStack() as leaving:
+        with steps.showing("starting the engine"):
+            llm = leaving.enter_context(open_engine(model, tokenizer))
+        steps.done("started the engine")
+        loaded_s = steps.total_s
+        answers = _generate(llm, inputs, params, progress=is_watched)
+        generated_s = steps.total_s - loaded_s
     show = _jsonl if options.jsonl else _readable
     stdout.writelines(show(prompts, answers))
     stdout.flush()
-    print(_summary(answers, generated_s, loaded - started), file=stderr)
+    print(_summary(answers, generated_s, loaded_s), file=stderr)
     return EXIT_PROMPT_FAILED if any(answer.failed() for answer in answers) else EXIT_OK
+
+
+def take_part(options: argparse.Namespace, *, load: Load, open_engine: OpenEngine) -> int:
+    """Runs, on a rank that another leads, its part of what that one generates; gives the exit code.
+
+    Raises: what loading and the engine raise.
+    """
+    with open_engine(*load(options.model, options.threads)):
+        return EXIT_OK
 
 
 def _model_input(prompt: Prompt, tokenizer: Any, *, is_raw: bool) -> str | list[int]:  # Any: see Load

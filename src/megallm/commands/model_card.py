@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from megallm.commands.argument_types import share, whole
+from megallm.commands.argument_types import DTYPES, share, whole
 
 EXIT_OK = 0
 GIB: Final = 2**30
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("source", nargs="?", default="smollm2-135m", metavar="SOURCE", help="a known name or a path")
     add(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
         default="bfloat16",
         help="of weights and cache (default: %(default)s; a CPU loads float32)",
     )

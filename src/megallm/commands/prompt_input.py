@@ -42,15 +42,17 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
 def read_prompts(options: argparse.Namespace, stdin: TextIO) -> list[Prompt]:
     """Gives the prompts of the arguments, then those of the file or of stdin without empty lines.
 
-    Raises: ValueError when there are none, or a line of JSON is none; OSError for the file.
+    Raises: ValueError when there are none, the file can't be read, or a line of JSON is none.
     """
     prompts = [Prompt(text) for text in options.prompt]
     name = options.prompts
     if name is None and not prompts and not stdin.isatty():
         name = "-"
     if name is not None:
-        source = stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        source = _read(name, stdin)
         lines = [(number, line) for number, line in enumerate(source.splitlines(), 1) if line.strip()]
+        if not lines and options.prompts is not None:
+            raise ValueError(f"{_shown(name)} has no prompts, at most empty lines; write one a line")
         is_json = (options.input_format or _format_of(name)) == "jsonl"
         prompts += [_from_json(line, name, number) if is_json else Prompt(line) for number, line in lines]
     if not prompts:
@@ -58,6 +60,24 @@ def read_prompts(options: argparse.Namespace, stdin: TextIO) -> list[Prompt]:
             "no prompts; give them as arguments, or one a line with --prompts FILE ('-' is stdin)"
         )
     return prompts
+
+
+def _read(name: str, stdin: TextIO) -> str:
+    try:
+        return stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{_shown(name)} is no UTF-8 text: byte {error.start:,} is {error.object[error.start]:#04x}; "
+            "save it as UTF-8"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"{_shown(name)} can't be read: {error.strerror}; give a file of prompts, one a line"
+        ) from error
+
+
+def _shown(name: str) -> str:
+    return "stdin" if name == "-" else name
 
 
 def _format_of(name: str) -> str:
@@ -72,7 +92,7 @@ class _Line(Struct):
 
 
 def _from_json(line: str, name: str, number: int) -> Prompt:
-    where = f"{'stdin' if name == '-' else name}, line {number}"
+    where = f"{_shown(name)}, line {number}"
     try:
         given = msgspec.json.decode(line, type=_Line)
         fields = msgspec.json.decode(line, type=dict[str, Any])
@@ -82,7 +102,9 @@ def _from_json(line: str, name: str, number: int) -> Prompt:
         raise ValueError(f"{where}: either 'prompt' or 'messages' is needed: {line[:80]}")
     fields = {key: value for key, value in fields.items() if key not in _Line.__struct_fields__}
     if given.messages is not None:
-        last = given.messages[-1].get("content") if given.messages else None
+        if not given.messages:
+            raise ValueError(f"{where}: 'messages' is empty; give at least one")
+        last = given.messages[-1].get("content")
         return Prompt(str(last or ""), messages=given.messages, fields=fields)
     if isinstance(given.prompt, list):
         return Prompt(str(given.prompt), token_ids=given.prompt, fields=fields)

@@ -8,17 +8,19 @@ arguments, so tests put fakes there.
 import argparse
 import json
 import shlex
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol, TextIO
 
 from megallm.commands.argument_types import share, whole
 from megallm.commands.generate import Load
+from megallm.commands.steps import Steps
 from megallm.http.parsers.registry import PARSER_NAMES
 
 API_KEY_VARIABLE = "MEGALLM_API_KEY"
 """Where the API key is looked for when no option gives it: other users of a machine see options."""
+
+MAX_PORT = 65_535
 
 
 class Server(Protocol):
@@ -27,8 +29,8 @@ class Server(Protocol):
     @property
     def port(self) -> int: ...
 
-    def stopping_on_signals(self) -> AbstractContextManager[None]:
-        """Makes SIGINT and SIGTERM drain the server while the block runs."""
+    def stopping_on_signals(self, on_first: Callable[[], object]) -> AbstractContextManager[None]:
+        """Makes SIGINT and SIGTERM drain the server while the block runs; the first one calls `on_first`."""
         ...
 
     def end_with_engine(self) -> None:
@@ -62,7 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="127.0.0.1",
         help="the address to listen on (default: %(default)s, this machine alone)",
     )
-    add("--port", type=whole(0), default=8000, metavar="N", help="0 takes a free one (default: %(default)s)")
+    add(
+        "--port",
+        type=whole(0, MAX_PORT),
+        default=8000,
+        metavar="N",
+        help="0 takes a free one (default: %(default)s)",
+    )
     add("--api-key", metavar="KEY", help=f"what requests must bring along (default: ${API_KEY_VARIABLE})")
     add(
         "--parser",
@@ -108,6 +116,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-prefix-caching", action="store_true", help="compute shared beginnings of prompts each time")
     add("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's choice)")
     add("--verbose", action="store_true", help="log each request")
+    add(
+        "--tracing",
+        action="store_true",
+        help="an OpenTelemetry span for each request; OTEL_* variables say where to",
+    )
 
 
 def run(options: argparse.Namespace, *, load: Load, open_engine: OpenEngine, stderr: TextIO) -> int:
@@ -128,48 +141,36 @@ def run(options: argparse.Namespace, *, load: Load, open_engine: OpenEngine, std
         api_key=options.api_key,
         drain_timeout_s=options.drain_timeout,
         cors_origins=options.cors_origin,
+        tracing=options.tracing,
     )
-    steps = _Steps(stderr)
+    steps = Steps(stderr)
     model, tokenizer = load(options.model, options.threads)
     steps.done(f"loaded {options.model}")
-    with open_engine(model, tokenizer, options) as llm:
+    with ExitStack() as leaving:
+        with steps.showing("starting the engine"):
+            llm = leaving.enter_context(open_engine(model, tokenizer, options))
         steps.done("started the engine")
-        server = llm.serve(config, blocking=False)
+        front_ends = _front_ends(options.frontend_replicas)
+        with steps.showing(f"starting {front_ends}"):
+            server = llm.serve(config, blocking=False)
         if server is None:  # a rank that another one serves for
             return 0
         server.end_with_engine()  # whoever watches the process starts it anew
-        with server.stopping_on_signals():
-            steps.done(f"started {_front_ends(options.frontend_replicas)}")
+
+        def say_stopping() -> None:
+            steps.begin()
+            steps.say(
+                f"stopping; answers under way have {options.drain_timeout:g} s, a second Ctrl-C cuts them"
+            )
+
+        with server.stopping_on_signals(say_stopping):
+            steps.done(f"started {front_ends}")
             url = f"http://{_shown_host(options.host)}:{server.port}"
             curl = _curl(url, name, has_key=options.api_key is not None)
-            print(
-                f"megallm: ready after {steps.total_s:.1f} s at {url}; try: {curl}", file=stderr, flush=True
-            )
+            steps.say(f"ready after {steps.total_s:.1f} s at {url}; try: {curl}")
             server.wait()
-            steps.begin()
     steps.done("stopped")
     return 0
-
-
-class _Steps:
-    """Says what took how long."""
-
-    def __init__(self, stderr: TextIO) -> None:
-        self._stderr = stderr
-        self._began = self._last = time.perf_counter()
-
-    @property
-    def total_s(self) -> float:
-        return time.perf_counter() - self._began
-
-    def begin(self) -> None:
-        """Lets the next step begin now: what came before it was none."""
-        self._last = time.perf_counter()
-
-    def done(self, what: str) -> None:
-        now = time.perf_counter()
-        print(f"megallm: {what}: {now - self._last:.1f} s", file=self._stderr, flush=True)
-        self._last = now
 
 
 def _front_ends(num_replicas: int) -> str:

@@ -14,20 +14,19 @@ from torch import distributed
 from megallm.core_async.config import EngineConfig, ModelLimits
 from megallm.core_async.device.memory import free_bytes
 from megallm.core_async.device.model import ModelHook
-from megallm.core_async.device.rank_group import RankGroup, Ranks
+from megallm.core_async.device.pipeline import check_stage, pipeline_of
 from megallm.core_async.device.runner import TorchRunner
 from megallm.core_async.engine import Engine
 from megallm.core_async.errors import UnsupportedModelError
 from megallm.core_async.intake import Intake
 from megallm.core_async.matchers import Matchers
 from megallm.core_async.messages import EngineStats
-from megallm.core_async.protocols import Runner
 from megallm.core_async.ranks.agree import agreed
-from megallm.core_async.ranks.calls import Calls, FollowerCalls, LeaderCalls
-from megallm.core_async.ranks.follower import Follower
-from megallm.core_async.ranks.leader import Leader
+from megallm.core_async.ranks.assembly import assembled
+from megallm.core_async.ranks.calls import Calls
 from megallm.core_async.step_log import StepLog
 from megallm.core_async.tokenizers import TokenizerAdapter
+from megallm.core_async.topology import topology_of
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +41,8 @@ HONOURED = frozenset(
         "enable_prefix_caching",
         "prefix_caching_eviction_policy",
         "paused_buffer_size_gb",
+        "prefix_caching_coordinator_policy",
+        "prefix_caching_routing_alpha",
         "kv_cache_management_mode",
         "logprobs_mode",
         "track_generated_token_events",
@@ -95,82 +96,44 @@ def build(  # the constructor's arguments, which are the public API
     _check_wrapper(inference_wrapper_cls)
     settings = InferenceConfig() if inference_config is None else inference_config
     _warn_of_unused(settings)
-    ranks = _ranks_of(model, settings)
-    _refuse_spread_experts(settings, ranks)
+    topology = topology_of(model, settings)
+    ranks, replicas = topology.ranks, topology.replicas if use_coordinator else None
     if ranks is not None and not use_coordinator:
         raise ValueError(
             f"use_coordinator=False and a model over {len(ranks.names)} ranks: ranks are kept in step by a"
             " coordinator; leave use_coordinator=True"
         )
-    config = agreed(
-        ranks,
-        lambda: EngineConfig.derive(
+
+    def limits() -> EngineConfig:
+        check_stage(model, topology.stages, leads=ranks is not None and not ranks.place)
+        return EngineConfig.derive(
             settings,
             _limits_of(model, settings),
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
-        ),
-    )
+        )
+
+    config = agreed([group for group in (ranks, replicas) if group is not None], limits)
     adapter = TokenizerAdapter(tokenizer)
     matchers = Matchers(adapter, config.vocab_size)
-    engine, calls = _engine(config, TorchRunner(model, config, matchers), adapter, ranks, coordinator_host)
+    engine, calls = assembled(
+        config,
+        TorchRunner(model, config, matchers, pipeline_of(model, topology.stages)),
+        adapter,
+        ranks=ranks,
+        replicas=replicas,
+        shares_experts=topology.shares_experts,
+        host=coordinator_host,
+        port=coordinator_port,
+    )
     if settings.logging_step_interval:
         _log_steps(engine, settings)
     intake = Intake(config, adapter, engine.next_request_id, matchers)
     return Parts(engine=engine, intake=intake, tokenizer=adapter, calls=calls)
 
 
-def _engine(
-    config: EngineConfig,
-    runner: Runner,
-    tokenizer: TokenizerAdapter,
-    ranks: Ranks | None,
-    host: str | None,
-) -> tuple[Engine, Calls]:
-    """Gives this rank's engine: whole, leading other ranks, or following one."""
-    if ranks is None:
-        engine = Engine(config, runner, tokenizer)
-        return engine, Calls(engine)
-    if ranks.place:
-        follower = Follower(config, runner, tokenizer, ranks)
-        return follower, FollowerCalls(follower)
-
-    def make_worker(runner: Runner) -> Leader:
-        calls.leader = Leader(runner, ranks, engine.error, host=host)
-        return calls.leader
-
-    engine = Engine(config, runner, tokenizer, make_worker=make_worker)
-    calls = LeaderCalls(engine)
-    return engine, calls
-
-
-def _ranks_of(model: torch.nn.Module, settings: InferenceConfig) -> Ranks | None:
-    """Gives the ranks that the model is split over; None where this rank has all of it."""
-    group: Any = getattr(settings.pg_collection, "mp", None)  # Any: megatron is untyped
-    if group is None and distributed.is_initialized() and parallel_state.is_initialized():
-        group = parallel_state.get_model_parallel_group()
-    if group is None or distributed.get_world_size(group) == 1:
-        return None
-    return RankGroup(group, next(model.parameters()).device)
-
-
-def _refuse_spread_experts(settings: InferenceConfig, ranks: Ranks | None) -> None:
-    """Refuses experts on ranks that run other requests: a rank without work would keep the others waiting."""
-    group: Any = getattr(settings.pg_collection, "ep", None)  # Any: megatron is untyped
-    if group is None and distributed.is_initialized() and parallel_state.is_initialized():
-        group = parallel_state.get_expert_model_parallel_group(check_initialized=False)
-    holders = [] if group is None else distributed.get_process_group_ranks(group)
-    if not holders:
-        return
-    own = [distributed.get_rank()] if ranks is None else ranks.names
-    if not set(holders) <= set(own):
-        raise UnsupportedModelError(
-            f"the experts are spread over ranks {holders}, and ranks {list(own)} run the rest of the model;"
-            " set up megatron's groups with expert_model_parallel_size at most tensor_model_parallel_size"
-        )
-
-
 def _check_model(model: object, *, use_coordinator: bool) -> None:
+    _refuse_chunks(model)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a megatron-core model, a torch.nn.Module")
     training = next((type(module).__name__ for module in model.modules() if module.training), None)
@@ -181,6 +144,15 @@ def _check_model(model: object, *, use_coordinator: bool) -> None:
         raise ValueError(
             f"use_coordinator=False and expert_model_parallel_size > 1 (it is {expert_ranks}): direct mode"
             " can't keep expert-parallel ranks in step; use the coordinator"
+        )
+
+
+def _refuse_chunks(model: Any) -> None:  # Any: the caller's own
+    """Refuses what megatron builds for a virtual pipeline."""
+    if type(model) in (list, torch.nn.ModuleList) and len(model) > 1:
+        raise UnsupportedModelError(
+            f"model is {len(model)} chunks of a virtual pipeline, which the engine does not run; build it"
+            " with virtual_pipeline_model_parallel_size=None: one part of the model a rank"
         )
 
 

@@ -105,6 +105,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     spaces_graphs_evenly: bool = False
     """Sizes are at even distances where `num_graphs` bounds them, not each half of the next:
     `cuda_graph_sizing_distribution`."""
+    routing_policy: Literal["longest_prefix", "first_prefix_block", "load_balanced"] = "load_balanced"
+    """How requests go to the replicas of the model, see plan/routing.py; without prefix cache by load."""
+    routing_alpha: float = 0.5
+    """The weight of a prefix beside the load, 0 to 1."""
 
     @classmethod
     def derive(
@@ -120,7 +124,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         Raises: ValueError naming field, value and range.
         """
         block_size = _at_least("block_size_tokens", settings.block_size_tokens, 1)
-        bytes_per_block = model.cache_bytes_per_token * block_size
+        # a stage of a pipeline may be without attention: how many blocks there are, the other stages say
+        bytes_per_block = max(model.cache_bytes_per_token, 1) * block_size
         num_blocks = _num_blocks(settings.buffer_size_gb, bytes_per_block, model.free_bytes)
         max_requests, max_tokens = _step_bounds(settings, model, num_blocks)
         return cls(
@@ -141,6 +146,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             processes_log_probs=_processes_log_probs(settings),
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
+            routing_policy=_routing_policy(settings),
+            routing_alpha=getattr(settings, "prefix_caching_routing_alpha", 0.5),
             **_graph_limits(settings, max_tokens),
         )
 
@@ -225,6 +232,19 @@ def _kv_mode(settings: InferenceSettings) -> Literal["persist", "offload", "reco
             f"InferenceConfig.kv_cache_management_mode is {mode!r}; it must be persist, offload or recompute"
         )
     return value
+
+
+def _routing_policy(
+    settings: InferenceSettings,
+) -> Literal["longest_prefix", "first_prefix_block", "load_balanced"]:
+    policy = getattr(settings, "prefix_caching_coordinator_policy", "load_balanced")
+    value = _value_of(policy)
+    if value not in ("longest_prefix", "first_prefix_block", "load_balanced"):
+        raise ValueError(
+            f"InferenceConfig.prefix_caching_coordinator_policy is {policy!r}; it must be longest_prefix,"
+            " first_prefix_block or load_balanced"
+        )
+    return value if settings.enable_prefix_caching else "load_balanced"
 
 
 def _processes_log_probs(settings: InferenceSettings) -> bool:

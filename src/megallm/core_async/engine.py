@@ -19,8 +19,9 @@ from megallm.core_async.actors.lifecycle import LifecycleActor
 from megallm.core_async.actors.scheduler import Scheduler
 from megallm.core_async.actors.worker import Worker, WorkerActor
 from megallm.core_async.config import EngineConfig, check_epoch
+from megallm.core_async.device.cuda_profiler import profile_cuda
 from megallm.core_async.errors import ActorGone, EngineBusy, EngineDeadError, EngineStoppedError
-from megallm.core_async.kit.actor import MailboxAddress
+from megallm.core_async.kit.actor import Actor, MailboxAddress
 from megallm.core_async.kit.foreign import poster
 from megallm.core_async.kit.gate import Gate
 from megallm.core_async.kit.outbox import Outbox, Outboxes
@@ -38,11 +39,14 @@ from megallm.core_async.messages import (
     StepResult,
     Submit,
     Suspend,
+    TokenBatch,
     Unpause,
 )
 from megallm.core_async.plan.block_pool import BlockPool
-from megallm.core_async.plan.phases import PauseMode, Phase
+from megallm.core_async.plan.lockstep import Lockstep, is_empty
+from megallm.core_async.plan.phases import Phase, check_pause_mode
 from megallm.core_async.plan.policy import Limits
+from megallm.core_async.plan.prefix_changes import PrefixChanges
 from megallm.core_async.plan.roster import Roster
 from megallm.core_async.protocols import Link, Runner, Tokenizer
 from megallm.core_async.step_times import StepTimes
@@ -51,6 +55,8 @@ from megallm.core_async.transport.routes import OWN, Routes, request_ids
 
 DEPTH = 2
 """Plans in flight: one runs while the next is planned and the last one's text is made."""
+HEADROOM = 8
+"""Places of a mailbox that callers leave to the pump and the lifecycle."""
 
 
 class Engine:
@@ -84,6 +90,10 @@ class Engine:
         self._failure: Exception | None = None
         self._is_built = self._is_started = self._is_stopping = False
         self._post: Callable[[Callable[[], object]], None] | None = None
+        self._prefix_changes: PrefixChanges | None = None
+        """Where it is noted what becomes of the prefix cache, for whoever routes requests by it."""
+        self._lockstep: Lockstep | None = None
+        """Where other engines take every step together with this one, which then runs empty steps too."""
 
     def stats(self) -> EngineStats:
         """Gives the engine's figures after its last step; callable from any thread."""
@@ -124,14 +134,17 @@ class Engine:
         self._has_ended = anyio.Event()
         self._worker = self._make_worker(self._runner)
         self._link: Link = LocalLink(self._worker.address, collects_at_once=self._runner.runs_at_launch)
-        self._allocator = Allocator(BlockPool.of(config))
+        self._allocator = Allocator(BlockPool.of(config, self._prefix_changes), self._prefix_changes)
         roster = Roster(Limits.of(config), num_blocks=config.num_blocks, max_waiting=config.max_waiting)
         self._scheduler = Scheduler(roster, self._allocator.address, self._gate)
-        self._detokenizer = Detokenizer(self._tokenizer.detokenize, self._outboxes, self.times, self.routes)
+        self._detokenizer = self._make_detokenizer()
         addresses = self._scheduler.address, self._detokenizer.address
         self._lifecycle = LifecycleActor(
             self._gate, *addresses, self._link, config.kv_mode, on_phase=self.routes.note
         )
+
+    def _make_detokenizer(self) -> Actor[TokenBatch]:
+        return Detokenizer(self._tokenizer.detokenize, self._outboxes, self.times, self.routes)
 
     async def _start(self, supervisor: Supervisor) -> None:
         """Starts whoever is asked before whoever asks; they stop in the opposite order."""
@@ -162,23 +175,26 @@ class Engine:
             order = self._gate.order
             self._gate.rest()
             began = time.perf_counter()
-            planned = await self._scheduler.address.ask(
-                NextStep(
-                    result, [RequestId(key) for key in self._outboxes.take_closed()], self._gate.is_allowed
-                )
-            )
+            closed = self._take_closed()
+            planned = await self._scheduler.address.ask(NextStep(result, closed, self._gate.is_allowed))
             self.times.add_plan(time.perf_counter() - began)
             self._stats = self.times.stamped(planned.stats)
-            if planned.plan is not None:
-                await self._link.launch(planned.plan)
+            plan = planned.plan if self._lockstep is None else self._lockstep.taken(planned.plan)
+            if plan is not None:
+                await self._link.launch(plan)
             if planned.batch is not None:
                 self._detokenizer.address.tell(planned.batch)
-            if planned.plan is None and not self._link.in_flight:
+            if plan is None and not self._link.in_flight:
                 return order
-            is_full = planned.plan is None or self._link.in_flight == DEPTH
+            is_full = plan is None or self._link.in_flight == DEPTH
             result = await self._link.collect() if is_full else None
             if result is not None:
                 self.times.add_result(result)
+                result = None if is_empty(result) else result
+
+    def _take_closed(self) -> list[RequestId]:
+        """Gives the requests that nobody reads any more."""
+        return [RequestId(key) for key in self._outboxes.take_closed()]
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -234,9 +250,7 @@ class Engine:
         them with what they have.
         Raises: ValueError for another mode; EngineStoppedError, EngineDeadError.
         """
-        if mode not in {str(each) for each in PauseMode}:
-            raise ValueError(f'mode is {mode!r}; it must be "keep", "wait" or "abort"')
-        await self._alive(self._lifecycle.address, Pause(mode))
+        await self._alive(self._lifecycle.address, Pause(check_pause_mode(mode)))
 
     async def unpause(self) -> None:
         """Goes on. Raises: LifecycleError when suspended; EngineStoppedError, EngineDeadError."""
@@ -271,12 +285,21 @@ class Engine:
         """
         await self._alive(self._scheduler.address, SetEpoch(check_epoch(epoch)))
 
-    async def _alive[M](self, address: MailboxAddress[M], message: Ask[None]) -> None:
+    async def profile(self, action: str) -> None:
+        """Starts or stops the CUDA profiler of this process, as `action` is "start" or "stop".
+
+        Raises: ValueError for another one; NoProfilerError; EngineStoppedError, EngineDeadError.
+        """
+        self.check_alive()
+        profile_cuda(action)
+
+    async def _alive[M, R](self, address: MailboxAddress[M], message: Ask[R]) -> R:
         """Asks an actor for the user; that it has gone is the engine's end."""
         self.check_alive()
-        _check_room(address)
+        if address.room <= HEADROOM:
+            raise EngineBusy("too many calls at once; try again later")
         try:
-            await address.ask(message)
+            return await address.ask(message)
         except ActorGone as gone:
             error = self.error()
             raise error from error.__cause__ or gone
@@ -324,12 +347,3 @@ class Engine:
         cause = failure.__cause__ if isinstance(failure, ActorGone) else None
         self._failure = cause if isinstance(cause, Exception) else failure
         self._outboxes.fail_all(self.error)
-
-
-HEADROOM = 8
-"""Places of a mailbox that callers leave to the pump and the lifecycle."""
-
-
-def _check_room[M](address: MailboxAddress[M]) -> None:
-    if address.room <= HEADROOM:
-        raise EngineBusy("too many calls at once; try again later")

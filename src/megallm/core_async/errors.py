@@ -76,6 +76,12 @@ class ActorGone(MegaLLMError):  # noqa: N818 - names a state of the actor, as Er
     http_status = 503
 
 
+class NoProfilerError(MegaLLMError, RuntimeError):
+    """The engine's process has no CUDA profiler, or it refuses; says which. The installation's fault."""
+
+    http_status = 501
+
+
 class DeviceMemoryError(MegaLLMError, RuntimeError):
     """The device's driver does not give the memory of the KV cache, or not back. The machine's fault."""
 

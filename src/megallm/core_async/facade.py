@@ -95,7 +95,7 @@ class LLMBase:
     @property
     def is_primary_rank(self) -> bool:
         """Whether this process may call `generate`: with a coordinator global rank 0, else every rank."""
-        return not self._use_coordinator or not distributed.is_initialized() or distributed.get_rank() == 0
+        return not self._use_coordinator or not self._parts.calls.follows
 
     def _call(
         self,
@@ -145,7 +145,7 @@ class LLMBase:
             parts.engine,
             parts.tokenizer,
             config,
-            parts.intake.check_grammar,
+            parts.intake.matchers,
             submit,
             ends_with_engine=ends_with_engine,
         )

@@ -59,7 +59,7 @@ class Intake:
         """`matchers`: shared with the runner, so that a grammar is compiled once."""
         self._config = config
         self._tokenizer = tokenizer
-        self._matchers = matchers or Matchers(tokenizer, config.vocab_size)
+        self.matchers = matchers or Matchers(tokenizer, config.vocab_size)
         self._next_id = next_id
 
     def prepare(
@@ -88,7 +88,7 @@ class Intake:
                 )
                 self._check_bos(resolved)
                 if resolved.sampling.grammar:
-                    self._matchers.check(resolved.sampling.grammar)
+                    self.matchers.check(resolved.sampling.grammar)
                 resolved_by_id[id(params)] = resolved
             entries.append(Entry(self._next_id(), prompt, [], params))
         for entry in entries:
@@ -99,13 +99,6 @@ class Intake:
                 reports_progress=reports_progress,
             )
         return Call(entries, is_single)
-
-    def check_grammar(self, grammar: str) -> None:
-        """Compiles a grammar for the engine's steps, as `prepare` does for its own calls; see Matchers.
-
-        Raises: ValueError.
-        """
-        self._matchers.check(grammar)
 
     def _fill(self, entry: Entry, resolved: Resolved, *, is_streamed: bool, reports_progress: bool) -> None:
         """Tokenises one prompt and writes its request, or why there is none."""

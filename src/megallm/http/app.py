@@ -3,11 +3,12 @@
 from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib.resources import files
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from quart import Quart, Response
 from werkzeug.exceptions import HTTPException
 
+from megallm.core_async.matchers import Matchers
 from megallm.core_async.tokenizers import TokenizerAdapter
 from megallm.http.errors import refusal_of
 from megallm.http.gate import Gate
@@ -17,8 +18,11 @@ from megallm.http.routes.completions import create_completion
 from megallm.http.routes.models import list_models, show_health, show_metrics, show_model
 from megallm.http.routes.responses import create_response
 from megallm.http.routes.tokenize import detokenize, tokenize
-from megallm.http.service import AppSettings, EnginePort, Recorder, Service
+from megallm.http.service import AppSettings, EnginePort, Recorder, Service, Spans
 from megallm.http.traffic import Traffic
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 BODY_TIMEOUT_S = 60
 """How long a client may take to send its body."""
@@ -34,19 +38,32 @@ def create_app(
     backend: Literal["asyncio", "trio"],
     metrics: Recorder,
     traffic: Traffic,
+    matchers: Matchers | None = None,
+    tracer: "Tracer | None" = None,
 ) -> Quart:
-    """Makes the app. `backend`: the event loop that it is going to run in."""
+    """Makes the app.
+
+    `backend`: the event loop that it is going to run in. `matchers`: see Service; `tracer`: see tracing.py.
+    """
     app = _app_class(backend)("megallm.http", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = settings.bounds.max_body_bytes
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_S
     app.config["RESPONSE_TIMEOUT"] = None
-    service = Service(port, tokenizer, settings, metrics=metrics, traffic=traffic)
+    service = Service(port, tokenizer, settings, metrics=metrics, traffic=traffic, matchers=matchers)
     add_routes(app, service)
     app.register_error_handler(Exception, _refuse)
     app.register_error_handler(HTTPException, _refuse)
     wrapped: Any = app  # Any: Quart types ASGI's dicts one by one, and documents this way of wrapping it
-    wrapped.asgi_app = Gate(wrapped.asgi_app, service)
+    wrapped.asgi_app = Gate(wrapped.asgi_app, service, _spans_of(app, service, tracer))
     return app
+
+
+def _spans_of(app: Quart, service: Service, tracer: "Tracer | None") -> Spans | None:
+    if tracer is None:
+        return None
+    from megallm.http.spans import RequestSpans  # noqa: PLC0415 - it needs an extra
+
+    return RequestSpans(tracer, app.url_map, service.settings.model_name)
 
 
 def _app_class(backend: Literal["asyncio", "trio"]) -> type[Quart]:

@@ -16,7 +16,7 @@ from megallm.http.auth import check_key
 from megallm.http.connections.hangup import keep_reading
 from megallm.http.cors import cors_headers, is_preflight, preflight_headers
 from megallm.http.errors import Refusal, RequestError, refusal_of
-from megallm.http.service import Service
+from megallm.http.service import Service, Spans
 from megallm.http.traffic import Exchange
 
 type Scope = MutableMapping[str, Any]  # Any: ASGI's own, as are the messages
@@ -32,9 +32,11 @@ REQUEST_ID: Final = re.compile(r"[\w.:/=+@-]{1,128}", re.ASCII)
 class Gate:
     """An ASGI app round another one."""
 
-    def __init__(self, app: App, service: Service) -> None:
+    def __init__(self, app: App, service: Service, spans: Spans | None = None) -> None:
+        """`spans`: None where requests are not traced."""
         self._app = app
         self._service = service
+        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, or passes on what is none."""
@@ -48,6 +50,7 @@ class Gate:
         began_s = time.monotonic()
         with self._service.traffic.open(request_id) as exchange:
             scope[EXCHANGE] = exchange
+            span = None if self._spans is None else self._spans.begin(scope, exchange)
             origins = self._service.settings.cors_origins
             answer = _Answer(
                 send, {"X-Request-Id": request_id, **cors_headers(headers.get("origin"), origins)}
@@ -57,6 +60,8 @@ class Gate:
             finally:
                 exchange.close()  # which notes how it went
                 _log(scope, exchange, answer, time.monotonic() - began_s)
+                if span is not None:
+                    span.end(answer.status)
 
     async def _answer(
         self, scope: Scope, receive: Receive, answer: "_Answer", headers: dict[str, str]

@@ -8,6 +8,7 @@ import bisect
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, values
 from prometheus_client.core import Metric
@@ -83,6 +84,10 @@ REQUEST_BUCKETS = [
     960,
     1920,
 ]
+
+
+MAX_GATHERED = 64
+"""Tokens that a process counts for itself alone, until it tells the others."""
 
 
 class Metrics:
@@ -161,7 +166,10 @@ class Metrics:
         self._first_token.observe(seconds)
 
     def tokens(self, num: int, seconds: float) -> None:
-        """Counts tokens that came together, so long after the one before them."""
+        """Counts tokens that came together, so long after the one before them.
+
+        Others see the last few of them once a request has ended.
+        """
         self._inter_token.observe_many(seconds / num, num)
 
     def finished(
@@ -173,6 +181,7 @@ class Metrics:
         queue_s: float | None,
     ) -> None:
         """Counts a request that ended; None: it never got as far as a step."""
+        self._inter_token.settle()
         ended = self._ended.get(finish_reason)
         if ended is None:
             ended = self._request_success.labels(self._model_name, finish_reason)
@@ -185,6 +194,7 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """Gives the body of `/metrics`, and its content type."""
+        self._inter_token.settle()
         return generate_latest(_Shown(self._registry)), CONTENT_TYPE_PLAIN_1_0_0
 
     # ---- construction --------------------------------------------------------------------------
@@ -199,14 +209,33 @@ class Metrics:
 
 
 class _ManyHistogram(Histogram):
-    """A histogram that counts a thousand equal values as fast as one: an answer's tokens come all at once."""
+    """A histogram that counts values by itself first: each count in a shared file takes some microseconds."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: as prometheus_client has it
+        super().__init__(*args, **kwargs)
+        self._gathered: dict[int, int] = {}
+        """Values to be counted yet, by their bucket."""
+        self._gathered_sum = 0.0
+        self._num_gathered = 0
 
     def observe_many(self, amount: float, num: int) -> None:
-        """Does what `observe` does, `num` times."""
+        """Does what `observe` does, `num` times; `settle` shows it, which is called every so often."""
         place = bisect.bisect_left(self._upper_bounds, amount)
+        self._gathered[place] = self._gathered.get(place, 0) + num
+        self._gathered_sum += amount * num
+        self._num_gathered += num
+        if self._num_gathered >= MAX_GATHERED:
+            self.settle()
+
+    def settle(self) -> None:
+        """Counts what was gathered."""
+        gathered, self._gathered, self._num_gathered = self._gathered, {}, 0
         # prometheus_client does not annotate its values
-        self._sum.inc(amount * num)  # pyright: ignore[reportUnknownMemberType]
-        self._buckets[place].inc(num)  # pyright: ignore[reportUnknownMemberType]
+        for place, num in gathered.items():
+            self._buckets[place].inc(num)  # pyright: ignore[reportUnknownMemberType]
+        if gathered:
+            self._sum.inc(self._gathered_sum)  # pyright: ignore[reportUnknownMemberType]
+            self._gathered_sum = 0.0
 
 
 class _Shown(Collector):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from megallm.core_async.engine import Engine
 from megallm.core_async.errors import EngineDeadError
 from megallm.core_async.kit.foreign import wait_for
+from megallm.core_async.matchers import Matchers
 from megallm.core_async.tokenizers import TokenizerAdapter
 from megallm.http.processes.replicas import FrontendFailedError
 from megallm.http.serve_config import ServeConfig
@@ -23,7 +24,7 @@ def start_server(
     engine: Engine,
     tokenizer: TokenizerAdapter,
     config: ServeConfig,
-    check_grammar: Callable[[str], None],
+    matchers: Matchers,
     submit: "Submit",
     *,
     ends_with_engine: bool,
@@ -35,7 +36,7 @@ def start_server(
     """
     if not isinstance(config, ServeConfig):  # pyright: ignore[reportUnnecessaryIsInstance] - a caller may err
         raise TypeError(f"serve() got a {type(config).__name__}; give a megallm.ServeConfig")
-    server = Server(engine, tokenizer, config, check_grammar, ends_with_engine=ends_with_engine)
+    server = Server(engine, tokenizer, config, matchers, ends_with_engine=ends_with_engine)
     return RunningServer(server, engine, submit)
 
 
@@ -124,10 +125,10 @@ class RunningServer:
             await wait_for(self._ended)
 
     @contextlib.contextmanager
-    def stopping_on_signals(self) -> Generator[None]:
+    def stopping_on_signals(self, on_first: Callable[[], object] | None = None) -> Generator[None]:
         """Makes SIGINT and SIGTERM drain the server while the block runs; the second one cuts it.
 
-        Does nothing off the main thread, which alone gets signals.
+        `on_first` is called with the first one. Does nothing off the main thread, which alone gets signals.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -137,6 +138,8 @@ class RunningServer:
         def stop(_number: int, _frame: FrameType | None) -> None:
             nonlocal num_signals
             num_signals += 1
+            if num_signals == 1 and on_first is not None:
+                on_first()
             self.begin_stop(None if num_signals == 1 else 0.0)
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

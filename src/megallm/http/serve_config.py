@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from megallm.http.parsers.registry import check_parsers
 from megallm.http.service import AppSettings, Bounds
+from megallm.http.tracing import require_opentelemetry
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,8 @@ MAX_PORT = 65_535
 class ServeConfig:
     """How `MegatronLLM.serve` and `MegatronAsyncLLM.serve` serve. Fields down to `eval_mode` are upstream's.
 
-    Checks every field when made. Raises: ValueError naming field, value and range.
+    Checks every field when made. Raises: ValueError naming field, value and range; ImportError where
+    `tracing` lacks its extra.
     """
 
     host: str = "0.0.0.0"  # noqa: S104 - upstream's default
@@ -51,6 +53,8 @@ class ServeConfig:
     """Of a request."""
     cors_origins: Sequence[str] = ()
     """Origins that pages may call from; "*" is any."""
+    tracing: bool = False
+    """Make an OpenTelemetry span of each request; needs the extra `otel`. See `http/tracing.py`."""
 
     def __post_init__(self) -> None:
         check_parsers(self.parsers)
@@ -67,6 +71,8 @@ class ServeConfig:
             raise ValueError("ServeConfig.model_name is empty; give a name, or leave it out")
         if self.api_key is not None and not self.api_key:
             raise ValueError("ServeConfig.api_key is empty; give a key, or leave it out to serve everybody")
+        if self.tracing:
+            require_opentelemetry()
 
     def app_settings(self) -> AppSettings:
         """Gives what the app is told."""
@@ -77,6 +83,7 @@ class ServeConfig:
             api_key=self.api_key,
             parsers=tuple(self.parsers),
             verbose=self.verbose,
+            is_traced=self.tracing,
             cors_origins=tuple(self.cors_origins),
             default_temperature=self.default_temperature,
             default_top_p=self.default_top_p,

@@ -5,9 +5,8 @@ With front ends it is their processes that serve; without, the app runs in the l
 
 import logging
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 import anyio
 import sniffio
@@ -15,6 +14,7 @@ from anyio import to_thread
 
 from megallm.core_async.engine import Engine
 from megallm.core_async.errors import EngineDeadError, EngineStoppedError
+from megallm.core_async.matchers import Matchers
 from megallm.core_async.tokenizers import TokenizerAdapter
 from megallm.http.app import create_app
 from megallm.http.connections.app_server import AppServer, protocol_config
@@ -23,7 +23,11 @@ from megallm.http.processes.process import FrontendSetup
 from megallm.http.processes.replicas import Replicas, first_of
 from megallm.http.processes.tokenizer_spec import TokenizerSpec, UnportableTokenizerError, describe
 from megallm.http.serve_config import ServeConfig, port_of
+from megallm.http.tracing import tracing
 from megallm.http.traffic import Traffic
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +40,13 @@ class Server:
         engine: Engine,
         tokenizer: TokenizerAdapter,
         config: ServeConfig,
-        check_grammar: Callable[[str], None],
+        matchers: Matchers,
         *,
         ends_with_engine: bool,
     ) -> None:
         """Takes the port; in any thread. `ends_with_engine`: else it answers 503 once the engine has ended.
 
-        `check_grammar` compiles a grammar for the engine; see Peer.
+        `matchers`: the engine's, so that a grammar is compiled once in its process.
         Raises: OSError when the port can't be had.
         """
         self.started: Future[None] = Future()
@@ -51,7 +55,7 @@ class Server:
         self._tokenizer = tokenizer
         self._config = config
         self._settings = config.app_settings()
-        self._check_grammar = check_grammar
+        self._matchers = matchers
         self._ends_with_engine = ends_with_engine
         self._has_engine_ended = False
         self._listener = config.listen()
@@ -80,7 +84,8 @@ class Server:
         try:
             spec = await to_thread.run_sync(self._portable_tokenizer)  # seconds, of a large vocabulary
             if spec is None:
-                await self._run_until_drained(self._app_server())
+                async with tracing(is_wanted=self._settings.is_traced) as tracer:
+                    await self._run_until_drained(self._app_server(tracer))
             else:
                 with tempfile.TemporaryDirectory(prefix="megallm-metrics-") as directory:
                     await self._run_until_drained(self._replicas(spec, directory))
@@ -155,7 +160,7 @@ class Server:
             log.warning("no front-end processes, since the tokenizer can't go there: %s", reason)
             return None
 
-    def _app_server(self) -> AppServer:
+    def _app_server(self, tracer: "Tracer | None") -> AppServer:
         traffic = Traffic()
         app = create_app(
             self._engine,
@@ -164,6 +169,8 @@ class Server:
             backend=cast("Literal['asyncio', 'trio']", sniffio.current_async_library()),
             metrics=Metrics(self._engine.stats, self._settings.model_name, None),
             traffic=traffic,
+            matchers=self._matchers,
+            tracer=tracer,
         )
         config = protocol_config(self._settings.bounds.max_header_bytes)
         return AppServer(app, self._listener, config, traffic)
@@ -176,4 +183,4 @@ class Server:
             metrics_directory=directory,
         )
         num_replicas = self._config.frontend_replicas
-        return Replicas(self._engine, self._listener, num_replicas, setup.packed(), self._check_grammar)
+        return Replicas(self._engine, self._listener, num_replicas, setup.packed(), self._matchers.check)

@@ -5,8 +5,8 @@ else implements it. Knows no web framework.
 """
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -43,6 +43,7 @@ class EnginePort(Protocol):
     async def unpause(self) -> None: ...
     async def suspend(self) -> None: ...
     async def resume(self) -> None: ...
+    async def profile(self, action: str) -> None: ...
 
 
 class Recorder(Protocol):
@@ -60,6 +61,18 @@ class Recorder(Protocol):
         queue_s: float | None,
     ) -> None: ...
     def render(self) -> tuple[bytes, str]: ...
+
+
+class Spans(Protocol):
+    """Who traces the requests; `http/spans.py` is one."""
+
+    def begin(self, scope: Mapping[str, Any], exchange: Exchange) -> "RequestSpan | None": ...  # Any: ASGI's
+
+
+class RequestSpan(Protocol):
+    """One traced request."""
+
+    def end(self, status: int | None) -> None: ...
 
 
 class Bounds(Struct, frozen=True, kw_only=True):
@@ -100,6 +113,8 @@ class AppSettings(Struct, frozen=True, kw_only=True):
     parsers: tuple[str, ...] = ()
     verbose: bool = False
     """Log the parameters of each request too."""
+    is_traced: bool = False
+    """Make an OpenTelemetry span of each request."""
     cors_origins: tuple[str, ...] = ()
     """Origins that browsers may call from; "*" is any."""
     default_temperature: float = 1.0
@@ -119,7 +134,9 @@ class Service:
         *,
         metrics: Recorder,
         traffic: Traffic,
+        matchers: Matchers | None = None,
     ) -> None:
+        """`matchers`: those of an engine in this process; without them grammars are compiled for this alone."""
         self.port = port
         self.tokenizer = tokenizer
         self.settings = settings
@@ -135,7 +152,8 @@ class Service:
             port.config,
             tokenizer,
             port.next_request_id,
-            Matchers(tokenizer, port.config.vocab_size, time_limit_s=settings.bounds.schema_compile_s),
+            matchers
+            or Matchers(tokenizer, port.config.vocab_size, time_limit_s=settings.bounds.schema_compile_s),
         )
 
     @property

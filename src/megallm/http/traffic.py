@@ -72,8 +72,13 @@ class Exchange:
         """Calls something once when it ends, however it ends."""
         self._on_close.append(callback)
 
-    def close(self) -> None:
-        """Leaves whatever it reads from, which aborts what has not ended. Idempotent."""
+    def close(self, error: Exception | None = None) -> None:
+        """Leaves whatever it reads from, which aborts what has not ended. Idempotent.
+
+        `error`: what ended a response whose status was sent before; the log and the trace name its kind.
+        """
+        if error is not None:
+            self.noted["error"] = type(error).__name__
         callbacks, self._on_close = self._on_close, []
         for callback in callbacks:
             callback()

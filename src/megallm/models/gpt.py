@@ -1,28 +1,31 @@
 """A checkpoint as a megatron-core model: GPTModel, or HybridModel of attention and MLP layers.
 
-Knows how the two classes are built on a device and filled; knows no file format.
+Where megatron's parallel state splits models, this rank's part of it. Knows how the two classes are built on
+a device and filled; knows no file format.
 """
 # megatron-core is untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megallm.core_async.device.swaps import Swaps
-from megallm.core_async.errors import UnsupportedModelError
 from megallm.models.checkpoint import Checkpoint, Hyperparameters
 from megallm.models.extra_parts import add_parts
-from megallm.models.loading_bar import loading_bar
+from megallm.models.loading_bar import LoadingBar
 from megallm.models.megatron_config import gpt_spec, hybrid_pattern, hybrid_spec, transformer_config
+from megallm.models.megatron_setup import current_part
 from megallm.models.placements import LayerNames, fill
-from megallm.models.rotary import inverse_frequencies
+from megallm.models.rank_part import RankPart
+from megallm.models.rotary_modules import fit_rotary
 
 type ModelClass = Literal["gpt", "hybrid"]
 
@@ -39,27 +42,28 @@ def build_gpt(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    bar: LoadingBar,
     model_class: ModelClass = "gpt",
-    progress: bool | None = False,
 ) -> Any:  # Any: GPTModel or HybridModel, which are untyped
     """Builds the model on `device`, in eval mode, its parameters frozen, `dtype` and filled.
 
     Host memory peaks at the model (on a CPU) plus one tensor as it is stored: tensors are read and
-    copied one by one. `progress`: a bar on stderr; None is on a terminal. Needs megatron's parallel state.
+    copied one by one, and of each what this rank holds. `bar` shows how far it is. Needs megatron's
+    parallel state.
 
-    Raises: UnsupportedModelError when the parallel state splits a model over ranks.
+    Raises: ValueError when the parallel state's sizes don't divide the model.
     """
     model = unfilled(checkpoint.hyperparameters, dtype=dtype, device=device, model_class=model_class)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    with loading_bar(num_parameters, is_shown=progress) as advance:
-        fill(model.named_parameters(), checkpoint, _NAMES[model_class], advance=advance)
+    tensors = dict(_tensors(model))
+    bar.begin(sum(map(torch.Tensor.numel, tensors.values())))
+    fill(iter(tensors.items()), checkpoint, _NAMES[model_class], current_part(), advance=bar.advance)
     return model
 
 
 def random_gpt(size: Hyperparameters, *, dtype: torch.dtype, device: torch.device) -> Any:  # Any: the same
     """Builds a model with random weights, as `build_gpt` does: what a model costs depends on its shape.
 
-    Raises: UnsupportedModelError when the parallel state splits a model over ranks.
+    Raises: ValueError when the parallel state's sizes don't divide the model.
     """
     model = unfilled(size, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(0)
@@ -76,65 +80,92 @@ def unfilled(
 ) -> Any:  # Any: the same
     """Builds the model with uninitialised parameters, frozen, in eval mode.
 
-    Raises: UnsupportedModelError when the parallel state splits a model over ranks.
+    Raises: ValueError when the parallel state's sizes don't divide the model.
     """
-    _refuse_split_models()
+    part = current_part()
+    part.sizes.check_model(size)
     is_on_cpu = device.type != "cuda"
     build = _empty_hybrid if model_class == "hybrid" else _empty_gpt
-    with nullcontext() if is_on_cpu else torch.cuda.device(device):
-        model = build(size, dtype, is_on_cpu=is_on_cpu)
-    _scale_rotary(model, size)
+    groups: Any = ProcessGroupCollection.use_mpu_process_groups()  # Any: its types know no None
+    # or the first and the last stage would add up, on a GPU, the unfilled embeddings that both hold
+    embedding_group, groups.embd = groups.embd, None
+    with _current(device):
+        model = build(size, part, dtype, is_on_cpu=is_on_cpu, pg_collection=groups)
+    model.embd_group = groups.embd = embedding_group
+    model.vocab_size = size.vocab_size  # without the padding, which nobody may sample
+    fit_rotary(model, size)
     add_parts(model, size)
     return model.to(device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
 
 
-def _refuse_split_models() -> None:
-    for name, ranks in (
-        ("tensor", parallel_state.get_tensor_model_parallel_world_size()),
-        ("pipeline", parallel_state.get_pipeline_model_parallel_world_size()),
-    ):
-        if ranks > 1:
-            raise UnsupportedModelError(
-                f"the {name} model parallel size is {ranks}; load_model builds whole models, so it must be 1"
-            )
+@contextmanager
+def _current(device: torch.device) -> Generator[None]:
+    """Makes a device the current one for megatron, some of whose modules ask CUDA for it on a CPU, too."""
+    swaps = Swaps()
+    if device.type != "cuda":
+        swaps.set(torch.cuda, "current_device", lambda: device)
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            yield
+    finally:
+        swaps.undo()
 
 
-def _empty_gpt(size: Hyperparameters, dtype: torch.dtype, *, is_on_cpu: bool) -> Any:  # Any: the same
-    config = transformer_config(size, dtype, is_on_cpu=is_on_cpu)
-    return GPTModel(config, gpt_spec(size, config), **_model_options(size))
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:  # Any: the same
+    """Gives all that a checkpoint fills: parameters, and routers' biases, which megatron keeps in float32."""
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if name.endswith(".expert_bias"):
+            buffer.data = buffer.data.float()
+            yield name, buffer
 
 
-def _empty_hybrid(size: Hyperparameters, dtype: torch.dtype, *, is_on_cpu: bool) -> Any:  # Any: the same
-    config = transformer_config(size, dtype, is_on_cpu=is_on_cpu, is_hybrid=True)
+def _empty_gpt(
+    size: Hyperparameters,
+    part: RankPart,
+    dtype: torch.dtype,
+    *,
+    is_on_cpu: bool,
+    pg_collection: ProcessGroupCollection,
+) -> Any:  # Any: the same
+    config = transformer_config(size, part.sizes, dtype, is_on_cpu=is_on_cpu)
+    options = _model_options(size, part)
+    return GPTModel(config, gpt_spec(size, config), pg_collection=pg_collection, **options)
+
+
+def _empty_hybrid(
+    size: Hyperparameters,
+    part: RankPart,
+    dtype: torch.dtype,
+    *,
+    is_on_cpu: bool,
+    pg_collection: ProcessGroupCollection,
+) -> Any:  # Any: the same
+    config = transformer_config(size, part.sizes, dtype, is_on_cpu=is_on_cpu, is_hybrid=True)
     swaps = Swaps()
     # the stack's final norm is Transformer Engine's whatever the specs say, and stays torch's after this
     swaps.set(hybrid_block, "TENorm", WrappedTorchNorm)
     try:
         return HybridModel(
-            config, hybrid_spec(size), hybrid_layer_pattern=hybrid_pattern(size), **_model_options(size)
+            config,
+            hybrid_spec(size),
+            hybrid_layer_pattern=hybrid_pattern(size, part.pp.size),
+            pg_collection=pg_collection,
+            **_model_options(size, part),
         )
     finally:
         swaps.undo()
 
 
-def _model_options(size: Hyperparameters) -> dict[str, Any]:  # Any: options of both classes
+def _model_options(size: Hyperparameters, part: RankPart) -> dict[str, Any]:  # Any: options of both classes
     return {
-        "vocab_size": size.vocab_size,
+        "vocab_size": part.padded_vocab_size(size.vocab_size),
         "max_sequence_length": size.max_positions,
+        "pre_process": part.has_embedding,
+        "post_process": part.has_output,
         "parallel_output": False,
         "share_embeddings_and_output_weights": size.is_tied,
         "position_embedding_type": "rope",
         "rotary_percent": (size.rotary_dim or size.head_dim) / size.head_dim,
-        "rotary_base": size.rotary_base,
+        "rotary_base": size.windowed_rotary_base or size.rotary_base,
     }
-
-
-def _scale_rotary(model: Any, size: Hyperparameters) -> None:  # Any: the same
-    """Gives the rotary module the frequencies of a scaled model, and attention its factor."""
-    if size.rope_scaling is None:
-        return
-    rotary = model.rotary_pos_emb
-    rotary.inv_freq = inverse_frequencies(size).to(rotary.inv_freq.device)
-    for layer in model.decoder.layers:
-        if hasattr(layer.self_attention, "_yarn_concentration_factor"):
-            layer.self_attention._yarn_concentration_factor = size.rope_scaling.attention_factor  # noqa: SLF001 - megatron keeps it nowhere else

@@ -13,19 +13,16 @@ from megallm.models.hf_families import Family
 from megallm.models.settings_file import Settings
 
 _PLAIN: Final = ("default", "none")
-_SCALED: Final = ("linear", "llama3", "yarn")
-_REFUSED_ROPE: Final = {
-    "dynamic": "its frequencies change with the length of the text",
-    "longrope": "its frequencies change with the length of the text",
-    "su": "its frequencies change with the length of the text",
-}
+_SCALED: Final = ("linear", "llama3", "yarn", "dynamic", "longrope", "su")
+"""The last is the old name of the one before it."""
 
 
-def hyperparameters(settings: Settings, family: Family) -> Hyperparameters:
+def hyperparameters(config: Settings, family: Family) -> Hyperparameters:
     """Gives the numbers of a config.
 
     Raises: UnsupportedModelError for what such a decoder has not, ModelFileError for a damaged file.
     """
+    settings = family.settings(config)
     _refuse_options(settings, family)
     num_heads = settings.value("num_attention_heads", int)
     hidden_size = settings.value("hidden_size", int)
@@ -41,9 +38,9 @@ def hyperparameters(settings: Settings, family: Family) -> Hyperparameters:
         "ffn_size": settings.value("intermediate_size", int),
         "vocab_size": settings.value("vocab_size", int),
         "max_positions": settings.value("max_position_embeddings", int),
-        "rotary_base": rope.value_or("rope_theta", settings.value_or("rope_theta", family.rotary_base)),
-        "norm_epsilon": settings.value_or("rms_norm_eps", family.norm_epsilon),
-        "is_tied": settings.value_or("tie_word_embeddings", family.is_tied),
+        "rotary_base": rope.value_or("rope_theta", settings.value_or("rope_theta", 10_000.0)),
+        "norm_epsilon": settings.value_or("rms_norm_eps", 1e-6),
+        "is_tied": settings.value_or("tie_word_embeddings", False),
         "rotary_dim": None if partial == 1.0 else int(head_dim * partial),
         "rope_scaling": _scaling(rope, settings),
     }
@@ -53,12 +50,6 @@ def hyperparameters(settings: Settings, family: Family) -> Hyperparameters:
 
 
 def _refuse_options(settings: Settings, family: Family) -> None:
-    if settings.has("quantization_config"):
-        method = settings.inside("quantization_config").values.get("quant_method")
-        raise UnsupportedModelError(
-            f"{settings.name_of('quantization_config')} says that the weights are quantised ({method}); use "
-            "the model's unquantised folder"
-        )
     key = "hidden_activation" if settings.has("hidden_activation") else "hidden_act"
     activation = settings.value_or(key, family.activations[0])
     if activation not in family.activations:
@@ -68,8 +59,12 @@ def _refuse_options(settings: Settings, family: Family) -> None:
 
 
 def _rope(settings: Settings) -> Settings:
-    """Gives the rotary settings: one object since transformers 5, `rope_scaling` before."""
-    return settings.inside("rope_parameters" if settings.has("rope_parameters") else "rope_scaling")
+    """Gives the rotary settings: one object since transformers 5, `rope_scaling` before.
+
+    Where kinds of layers turn differently it has one object for each kind.
+    """
+    rope = settings.inside("rope_parameters" if settings.has("rope_parameters") else "rope_scaling")
+    return rope.inside("full_attention") if rope.has("full_attention") else rope
 
 
 def _scaling(rope: Settings, settings: Settings) -> RopeScaling | None:
@@ -77,12 +72,15 @@ def _scaling(rope: Settings, settings: Settings) -> RopeScaling | None:
     if kind in _PLAIN:
         return None
     if kind not in _SCALED:
-        why = _REFUSED_ROPE.get(kind, "it is unknown here")
         raise UnsupportedModelError(
-            f"{rope.name_of('rope_type')} is {kind!r}: {why}; supported are default, {', '.join(_SCALED)}"
+            f"{rope.name_of('rope_type')} is {kind!r}; supported are default, {', '.join(_SCALED)}"
         )
     positions = settings.value("max_position_embeddings", int)
-    original = rope.value_or("original_max_position_embeddings", positions)
+    original = settings.value_or(
+        "original_max_position_embeddings", rope.value_or("original_max_position_embeddings", positions)
+    )
+    if kind in {"longrope", "su"}:
+        return _longrope(rope, original=original, growth=positions / original)
     factor = rope.value("factor", float)
     match kind:
         case "llama3":
@@ -103,8 +101,22 @@ def _scaling(rope: Settings, settings: Settings) -> RopeScaling | None:
                 is_truncated=rope.value_or("truncate", True),
                 attention_factor=_attention_factor(rope, factor),
             )
+        case "dynamic":  # goes by what the config says of the whole, as transformers does
+            return RopeScaling(kind="dynamic", factor=factor, original_positions=positions)
         case _:
             return RopeScaling(kind="linear", factor=factor)
+
+
+def _longrope(rope: Settings, *, original: int, growth: float) -> RopeScaling:
+    factor = rope.value_or("factor", growth)
+    plain = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeScaling(
+        kind="factors",
+        divisors=tuple(rope.numbers("short_factor")),
+        long_divisors=tuple(rope.numbers("long_factor")),
+        original_positions=original,
+        attention_factor=rope.value_or("attention_factor", plain),
+    )
 
 
 def _attention_factor(rope: Settings, factor: float) -> float:

@@ -1,22 +1,19 @@
 """Hugging Face's families of decoders: how each one's config.json and tensor names differ from Llama's.
 
-A family is one entry of `FAMILIES`; what its config says beyond Llama's is one function here. Knows
-Hugging Face's names; knows no file format and no megatron.
+A family is one entry of `FAMILIES`; what its config says beyond what all say is one function of hf_fields.py.
+Knows Hugging Face's names; knows no file format and no megatron.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from megallm.core_async.errors import UnsupportedModelError
-from megallm.models.checkpoint import Experts
+from megallm.models import hf_fields
+from megallm.models.hf_fields import Fields
 from megallm.models.settings_file import Settings
-
-type Fields = dict[str, Any]  # of Hyperparameters
-
-_SLIDING: Final = "sliding_attention"
-_LAYER_KINDS: Final = ("full_attention", _SLIDING)
 
 
 class Family(Struct, frozen=True, kw_only=True):
@@ -25,18 +22,24 @@ class Family(Struct, frozen=True, kw_only=True):
     name: str
     fields: Callable[[Settings], Fields]
     """The hyperparameters beyond those that every family has."""
-    is_tied: bool = False
-    """Where the config does not say."""
-    rotary_base: float = 10_000.0
-    """The same."""
-    norm_epsilon: float = 1e-6
-    """The same."""
+    defaults: Fields = {}
+    """Settings where the config does not have them."""
     activations: tuple[str, ...] = ("silu", "swish")
     """Names of the one that is run."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of tensor names: ours, and what the folder has in its place, in the order of replacing."""
     stacked: Mapping[str, tuple[str, ...]] = {}
     """Tensors of a layer that hold several of ours, one below the other."""
+    part: str | None = None
+    """The object that has the decoder's settings, in the config of a model that sees or hears, too."""
+    prefix: str = ""
+    """What the names of the decoder's tensors begin with in such a model."""
+    unread: tuple[str, ...] = ()
+    """What the names of tensors that are not read begin with; `{num_layers}` is the number of layers."""
+
+    def settings(self, config: Settings) -> Settings:
+        """Gives the decoder's settings out of a config, defaults included."""
+        return (config if self.part is None else config.inside(self.part)).over(self.defaults)
 
 
 def family_of(settings: Settings) -> Family:
@@ -54,133 +57,59 @@ def family_of(settings: Settings) -> Family:
     return known
 
 
-def _biases(settings: Settings) -> Fields:
-    has_bias = settings.value_or("attention_bias", False)
-    return {"has_qkv_bias": has_bias, "has_output_bias": has_bias}
-
-
-def _llama(settings: Settings) -> Fields:
-    return {**_biases(settings), "has_mlp_bias": settings.value_or("mlp_bias", False)}
-
-
-def _window(settings: Settings, layers: range | list[int]) -> Fields:
-    """Gives the window of some layers; transformers counts a query's own token, too."""
-    if not settings.has("sliding_window") or not layers:
-        return {}
-    return {"window": settings.value("sliding_window", int) - 1, "windowed_layers": tuple(layers)}
-
-
-def _all_windowed(settings: Settings) -> Fields:
-    return _window(settings, range(settings.value("num_hidden_layers", int)))
-
-
-def _some_windowed(settings: Settings) -> Fields:
-    """Reads the window of families that say of each layer whether it has one, or from which layer on."""
-    if not settings.value_or("use_sliding_window", False):
-        return {}
-    num_layers = settings.value("num_hidden_layers", int)
-    if not settings.has("layer_types"):
-        return _window(settings, range(settings.value_or("max_window_layers", 28), num_layers))
-    kinds: list[Any] = settings.value("layer_types", list)
-    unknown = sorted({str(kind) for kind in kinds if kind not in _LAYER_KINDS})
-    if unknown:
-        raise UnsupportedModelError(
-            f"{settings.name_of('layer_types')} has {unknown}, supported are {', '.join(_LAYER_KINDS)}"
-        )
-    return _window(settings, [layer for layer, kind in enumerate(kinds) if kind == _SLIDING])
-
-
-def _qwen2(settings: Settings) -> Fields:
-    return {"has_qkv_bias": True, **_some_windowed(settings)}
-
-
-def _qwen3(settings: Settings) -> Fields:
-    head_dim = settings.value_or("head_dim", 128)
-    return {"head_dim": head_dim, "has_qk_norm": True, **_biases(settings), **_some_windowed(settings)}
-
-
-def _qwen3_moe(settings: Settings) -> Fields:
-    windows = _all_windowed(settings) if settings.value_or("use_sliding_window", False) else {}
-    spacing = settings.value_or("decoder_sparse_step", 1)
-    dense: list[Any] = settings.value_or("mlp_only_layers", [])
-    num_layers = settings.value("num_hidden_layers", int)
-    experts = Experts(
-        num_experts=settings.value(
-            "num_experts" if settings.has("num_experts") else "num_local_experts", int
-        ),
-        num_chosen=settings.value("num_experts_per_tok", int),
-        ffn_size=settings.value("moe_intermediate_size", int),
-        is_renormalised=settings.value_or("norm_topk_prob", False),
-        dense_layers=tuple(
-            layer for layer in range(num_layers) if layer in dense or (layer + 1) % max(spacing, 1)
-        ),
-    )
-    return {"has_qk_norm": True, **_biases(settings), **windows, "experts": experts}
-
-
-def _mixtral(settings: Settings) -> Fields:
-    experts = Experts(
-        num_experts=settings.value("num_local_experts", int),
-        num_chosen=settings.value("num_experts_per_tok", int),
-        ffn_size=settings.value("intermediate_size", int),
-        is_renormalised=True,
-    )
-    return {**_all_windowed(settings), "experts": experts}
-
-
-def _smollm3(settings: Settings) -> Fields:
-    num_layers = settings.value("num_hidden_layers", int)
-    every = settings.value_or("no_rope_layer_interval", 4)
-    turns: list[Any] = settings.value_or(
-        "no_rope_layers", [(layer + 1) % every for layer in range(num_layers)]
-    )
-    unturned = tuple(layer for layer, is_turned in enumerate(turns) if not is_turned)
-    if not settings.value_or("use_sliding_window", False):
-        windows = {}
-    elif settings.has("layer_types"):
-        windows = _some_windowed(settings)
-    else:
-        windows = _window(settings, list(unturned))
-    return {**_llama(settings), **windows, "unturned_layers": unturned}
-
-
-def _gemma2(settings: Settings) -> Fields:
-    num_layers = settings.value("num_hidden_layers", int)
-    hidden_size = settings.value("hidden_size", int)
-    alternating = {"layer_types": [_LAYER_KINDS[(layer + 1) % 2] for layer in range(num_layers)]}
-    layers = Settings(settings.path, alternating | settings.values | {"use_sliding_window": True})
-    return {
-        **_biases(settings),
-        **_some_windowed(layers),
-        "head_dim": settings.value_or("head_dim", 256),
-        "has_output_norms": True,
-        "norm_offset": 1.0,
-        "activation": "gelu_tanh",
-        "embedding_factor": hidden_size**0.5,
-        "score_scale": settings.value_or("query_pre_attn_scalar", 256.0) ** -0.5,
-        "score_softcap": _optional(settings, "attn_logit_softcapping", 50.0),
-        "logit_softcap": _optional(settings, "final_logit_softcapping", 30.0),
-    }
-
-
-def _optional(settings: Settings, key: str, default: float) -> float | None:
-    """Gives a number that null turns off, and its default where the key is absent."""
-    if key in settings.values and not settings.has(key):
-        return None
-    return settings.value_or(key, default)
+_OUTPUT_NORMS: Final = (
+    (".attention_output_norm.", ".post_attention_layernorm."),
+    (".mlp_output_norm.", ".post_feedforward_layernorm."),
+)
+_GEMMA2_NAMES: Final = ((".post_attention_layernorm.", ".pre_feedforward_layernorm."), *_OUTPUT_NORMS)
+_GATE_UP: Final = {"mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")}
+_GLM_DEFAULTS: Final[Fields] = {
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1.5625e-07,
+}
+_SHARED_EXPERTS: Final = ((".shared_expert.", ".shared_experts."),)
+_OTHER_SENSES: Final = ("vision_tower.", "multi_modal_projector.")
+_MISTRAL: Final = Family(name="mistral", fields=hf_fields.mistral, defaults={"sliding_window": 4096})
+_GEMMA3: Final = Family(
+    name="gemma3",
+    fields=hf_fields.gemma3,
+    defaults={  # Google's own configs say little more than what differs from these
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "query_pre_attn_scalar": 256.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    activations=("gelu_pytorch_tanh",),
+    renamed=_GEMMA2_NAMES,
+)
 
 
 FAMILIES: Final = {
-    "LlamaForCausalLM": Family(name="llama", fields=_llama),
-    "MistralForCausalLM": Family(name="mistral", fields=_all_windowed),
-    "Qwen2ForCausalLM": Family(name="qwen2", fields=_qwen2),
-    "Qwen3ForCausalLM": Family(name="qwen3", fields=_qwen3),
-    "Qwen3MoeForCausalLM": Family(name="qwen3_moe", fields=_qwen3_moe),
+    "LlamaForCausalLM": Family(name="llama", fields=hf_fields.llama),
+    "MistralForCausalLM": _MISTRAL,
+    "Mistral3ForConditionalGeneration": replace(
+        _MISTRAL, part="text_config", prefix="language_model.", unread=_OTHER_SENSES
+    ),
+    "Qwen2ForCausalLM": Family(name="qwen2", fields=hf_fields.qwen2),
+    "Qwen3ForCausalLM": Family(name="qwen3", fields=hf_fields.qwen3, defaults={"head_dim": 128}),
+    "Qwen2MoeForCausalLM": Family(
+        name="qwen2_moe", fields=hf_fields.qwen2_moe, defaults={"shared_expert_intermediate_size": 5632}
+    ),
+    "Qwen3MoeForCausalLM": Family(name="qwen3_moe", fields=hf_fields.qwen3_moe),
     "MixtralForCausalLM": Family(
         name="mixtral",
-        fields=_mixtral,
-        rotary_base=1_000_000.0,
-        norm_epsilon=1e-5,
+        fields=hf_fields.mixtral,
+        defaults={"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5},
         renamed=(
             (".mlp.", ".block_sparse_moe."),
             (".gate_proj.", ".w1."),
@@ -188,30 +117,106 @@ FAMILIES: Final = {
             (".up_proj.", ".w3."),
         ),
     ),
+    "GemmaForCausalLM": Family(
+        name="gemma",
+        fields=hf_fields.gemma,
+        defaults={"head_dim": 256, "tie_word_embeddings": True},
+        activations=("gelu_pytorch_tanh", "gelu"),  # the first is meant by the second, too
+    ),
     "Gemma2ForCausalLM": Family(
         name="gemma2",
-        fields=_gemma2,
-        is_tied=True,
+        fields=hf_fields.gemma2,
+        defaults={
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256.0,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
         activations=("gelu_pytorch_tanh",),
-        renamed=(
-            (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
-            (".attention_output_norm.", ".post_attention_layernorm."),
-            (".mlp_output_norm.", ".post_feedforward_layernorm."),
-        ),
+        renamed=_GEMMA2_NAMES,
     ),
-    "SmolLM3ForCausalLM": Family(name="smollm3", fields=_smollm3, is_tied=True, rotary_base=2_000_000.0),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3, part="text_config", prefix="language_model.", unread=_OTHER_SENSES
+    ),
+    "SmolLM3ForCausalLM": Family(
+        name="smollm3",
+        fields=hf_fields.smollm3,
+        defaults={"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+    ),
     "Phi3ForCausalLM": Family(
         name="phi3",
-        fields=_all_windowed,
-        norm_epsilon=1e-5,
+        fields=hf_fields.mistral,
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         stacked={
             "self_attn.qkv_proj.weight": (
                 "self_attn.q_proj.weight",
                 "self_attn.k_proj.weight",
                 "self_attn.v_proj.weight",
             ),
-            "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            **_GATE_UP,
         },
+    ),
+    "GlmForCausalLM": Family(name="glm", fields=hf_fields.glm, defaults=_GLM_DEFAULTS, stacked=_GATE_UP),
+    "Glm4ForCausalLM": Family(
+        name="glm4",
+        fields=hf_fields.glm4,
+        defaults=_GLM_DEFAULTS,
+        renamed=(
+            (".attention_output_norm.", ".post_self_attn_layernorm."),
+            (".mlp_output_norm.", ".post_mlp_layernorm."),
+        ),
+        stacked=_GATE_UP,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        name="glm4_moe",
+        fields=hf_fields.glm4_moe,
+        defaults={
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
+        renamed=_SHARED_EXPERTS,
+        unread=("model.layers.{num_layers}.",),  # it guesses a second token
+    ),
+    "Dots1ForCausalLM": Family(
+        name="dots1",
+        fields=hf_fields.dots1,
+        defaults={"first_k_dense_replace": 0, "norm_topk_prob": False},
+        renamed=_SHARED_EXPERTS,
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        name="ernie4_5",
+        fields=hf_fields.ernie4_5,
+        defaults={
+            "head_dim": 128,
+            "rope_theta": 500_000.0,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "SeedOssForCausalLM": Family(
+        name="seed_oss", fields=hf_fields.seed_oss, defaults={"head_dim": 128, "attention_bias": True}
+    ),
+    "GraniteForCausalLM": Family(name="granite", fields=hf_fields.granite),
+    "OlmoeForCausalLM": Family(name="olmoe", fields=hf_fields.olmoe, defaults={"rms_norm_eps": 1e-5}),
+    "Olmo2ForCausalLM": Family(
+        name="olmo2", fields=hf_fields.olmo2, defaults={"rms_norm_eps": 1e-5}, renamed=_OUTPUT_NORMS
+    ),
+    "Olmo3ForCausalLM": Family(
+        name="olmo3",
+        fields=hf_fields.olmo3,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
+        renamed=_OUTPUT_NORMS,
+    ),
+    "Exaone4ForCausalLM": Family(
+        name="exaone4",
+        fields=hf_fields.exaone4,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        renamed=_OUTPUT_NORMS,
     ),
 }
 """By the name of transformers' class, as config.json has it under `architectures`."""

@@ -8,12 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
 from megallm.models.base_tokenizer import ModelTokenizer
 from megallm.models.checkpoint import Hyperparameters, TensorSpec, tensor_specs
 from megallm.models.hf_config import hyperparameters
 from megallm.models.hf_families import Family, family_of
+from megallm.models.hf_quantised import (
+    SCALED,
+    blocks_of,
+    check_scales,
+    dequantised,
+    refuse_packed,
+    scale_name,
+)
 from megallm.models.hf_tokenizer import build_tokenizer
 from megallm.models.safetensors_file import SafetensorsFile
 from megallm.models.settings_file import Settings
@@ -24,6 +33,7 @@ if TYPE_CHECKING:
 CONFIG: Final = "config.json"
 _WHOLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
+_OUTPUT: Final = "lm_head.weight"
 _NAMES_SHOWN: Final = 3
 
 
@@ -46,9 +56,14 @@ class HfFolder:
         self._folder = folder
         settings = Settings.read(folder / CONFIG)
         family = family_of(settings)
+        self._family = family
+        self._blocks = blocks_of(settings)
         self._size = hyperparameters(settings, family)
-        self._places, self._shapes = _placed(self._size, family)
         self._files = _files(folder)
+        if family.part is not None:  # such configs say it in two places, and not always the same
+            is_tied = family.prefix + _OUTPUT not in self._files
+            self._size = replace(self._size, is_tied=is_tied)
+        self._places, self._shapes = _placed(self._size, family)
         self._check_tensors()
 
     @property
@@ -61,10 +76,20 @@ class HfFolder:
         """Gives the decoder's numbers."""
         return self._size
 
-    def read(self, name: str) -> "torch.Tensor":
-        """Gives one tensor of `tensor_specs` in the dtype it is stored in; nothing else is read."""
+    def read(self, name: str, *, rows: range | None = None, columns: range | None = None) -> "torch.Tensor":
+        """Gives one tensor of `tensor_specs`, or a part, in the dtype it is stored in; see Checkpoint.
+
+        One that is stored with scales comes in float32.
+        """
         place = self._places[name]
-        return self._files[place.stored].read(place.stored, place.first, place.num_rows)
+        within = range(place.num_rows) if rows is None else rows
+        stored = range(place.first + within.start, place.first + within.stop)
+        values = self._files[place.stored].read(place.stored, rows=stored, columns=columns)
+        if self._blocks is None or not self._is_scaled(place.stored):
+            return values
+        scales = self._files[scale_name(place.stored)].read(scale_name(place.stored))
+        first_column = 0 if columns is None else columns.start
+        return dequantised(values, scales, self._blocks, first_row=stored.start, first_column=first_column)
 
     def tokenizer(self) -> ModelTokenizer:
         """Builds the tokenizer from the folder's files.
@@ -76,6 +101,7 @@ class HfFolder:
     def _check_tensors(self) -> None:
         missing = sorted(self._shapes.keys() - self._files.keys())
         if missing:
+            refuse_packed(self._folder, sorted(self._files))
             raise ModelFileError(
                 f"{self._folder} has no tensor {_some(missing)}, which its {CONFIG} calls for; the folder is "
                 "incomplete, fetch it again"
@@ -96,11 +122,22 @@ class HfFolder:
                     f"{file.path}: tensor {name} has shape {found}, {CONFIG} calls for {shape}; the folder "
                     "is damaged, fetch it again"
                 )
+            if self._is_scaled(name):
+                check_scales(file, name, self._files.get(scale_name(name)), self._blocks)
+            else:
+                file.check_readable(name)
+
+    def _is_scaled(self, name: str) -> bool:
+        return name in self._files and self._files[name].tensors[name].kind == SCALED
 
     def _is_spare(self, name: str) -> bool:
-        """Says whether a tensor is a copy of what the model has anyway."""
-        is_tied_copy = name == "lm_head.weight" and self._size.is_tied
-        return is_tied_copy or name.endswith(".rotary_emb.inv_freq")
+        """Says whether a tensor copies what the model has anyway, scales another, or is not its decoder's."""
+        scaled = name.removesuffix(scale_name(""))
+        if scaled != name and self._is_scaled(scaled):
+            return True
+        unread = tuple(start.format(num_layers=self._size.num_layers) for start in self._family.unread)
+        is_tied_copy = self._size.is_tied and name == _OUTPUT
+        return is_tied_copy or name.endswith(".rotary_emb.inv_freq") or name.startswith(unread)
 
 
 def _some(names: list[str]) -> str:
@@ -128,7 +165,7 @@ def _stored_name(spec: TensorSpec, family: Family, whole_of: dict[str, str]) -> 
     stored = f"{head}{layers}{layer}.{whole_of[name]}" if name in whole_of else spec.name
     for ours, theirs in family.renamed:
         stored = stored.replace(ours, theirs)
-    return stored
+    return family.prefix + stored
 
 
 def _files(folder: Path) -> dict[str, SafetensorsFile]:

@@ -16,6 +16,8 @@ from megallm.models.gguf_file import GgufFile
 from megallm.models.gguf_tokenizer import build_tokenizer as build_gguf_tokenizer
 from megallm.models.hf_folder import HfFolder
 from megallm.models.hf_tokenizer import build_tokenizer as build_hf_tokenizer
+from megallm.models.launched import launched
+from megallm.models.loading_bar import LoadingBar, loading_bar
 from megallm.models.torch_dist import TorchDistFolder, is_torch_dist
 
 if TYPE_CHECKING:
@@ -32,8 +34,9 @@ def load_model(
     *,
     dtype: "torch.dtype | str | None" = None,
     device: "torch.device | str | None" = None,
-    tp: int = 1,
-    pp: int = 1,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
     tokenizer: object = None,
     model_class: "ModelClass" = "gpt",
     cache_dir: Path | None = None,
@@ -46,43 +49,37 @@ def load_model(
     (`torch_dist`). `dtype`, torch's or its name, is float32 on a CPU, bfloat16 on a GPU; `device` is the
     GPU where there is one, else the CPU. `tokenizer` is the folder or file to take the tokenizer from
     where it is not the checkpoint itself, or a tokenizer, which is given back as it is. `model_class` is
-    "gpt" or "hybrid". `progress` is a bar on stderr, None on a terminal alone. The model is in eval mode
-    with frozen parameters. Where nothing set up torch.distributed and megatron's parallel state, they are
-    set up for this process alone.
+    "gpt" or "hybrid". `progress` is a bar on stderr, None on a terminal and global rank 0 alone. The model is
+    in eval mode with frozen parameters.
+
+    `tp`, `pp` and `ep` are megatron's tensor, pipeline and expert parallelism: every rank calls alike, and
+    each gets its part. Where nothing set up torch.distributed and megatron's parallel state, they are set up
+    with these sizes: for the processes of torchrun, each on the GPU of its local rank, data parallel for the
+    rest; for this process alone where it was not started so. Experts are spread over tensor-parallel ranks
+    before others.
 
     Raises: ModelFileError when the file can't be had or read, UnsupportedModelError when it holds
-    something that can't be built, NotImplementedError for `tp` or `pp` other than 1.
+    something that can't be built, ValueError for sizes that fit neither model nor processes nor the parallel
+    state that is there.
     """
-    _refuse_split(tp, pp)
     if model_class not in MODEL_CLASSES:
         raise ValueError(f"model_class is {model_class!r}; it must be one of {', '.join(MODEL_CLASSES)}")
-    # first, since what it refuses needs no imports of seconds
-    checkpoint = open_checkpoint(find_file(source, cache_dir))
-    chosen = checkpoint.tokenizer() if tokenizer is None else tokenizer
-    if isinstance(tokenizer, str | Path):
-        chosen = open_tokenizer(tokenizer, cache_dir)
-    _refuse_strange_tokenizer(checkpoint, chosen)
-
-    import torch
-
-    from megallm.models.megatron_setup import ensure_process_groups, quiet_megatron
-
-    where = _device(device)
-    kind = _dtype(dtype) or (torch.bfloat16 if where.type == "cuda" else torch.float32)
-    with quiet_megatron():
-        from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-
-        from megallm.models.gpt import build_gpt
-
-        ensure_process_groups()
-        if isinstance(checkpoint, TorchDistFolder):
-            model = checkpoint.build(dtype=kind, device=where, model_class=model_class)
-        else:
-            model = build_gpt(
-                checkpoint, dtype=kind, device=where, model_class=model_class, progress=progress
-            )
-    # so that isinstance holds, and the tokenizer needs no megatron
-    MegatronTokenizerBase.register(ModelTokenizer)
+    with loading_bar(is_shown=False if progress is None and launched().rank else progress) as bar:
+        # first, since what it refuses needs no imports of seconds
+        bar.say(f"opening {source}")
+        checkpoint = open_checkpoint(find_file(source, cache_dir))
+        chosen = checkpoint.tokenizer() if tokenizer is None else tokenizer
+        if isinstance(tokenizer, str | Path):
+            chosen = open_tokenizer(tokenizer, cache_dir)
+        _refuse_strange_tokenizer(checkpoint, chosen)
+        model = _built(
+            checkpoint,
+            bar,
+            dtype=dtype,
+            device=device,
+            ranks=(tp, pp, ep),
+            model_class=model_class,
+        )
     return model, chosen
 
 
@@ -131,13 +128,36 @@ def open_tokenizer(source: str | Path, cache_dir: Path | None = None) -> ModelTo
     return build_hf_tokenizer(path)
 
 
-def _refuse_split(tp: int, pp: int) -> None:
-    for name, ranks in (("tp", tp), ("pp", pp)):
-        if ranks != 1:
-            raise NotImplementedError(
-                f"{name} is {ranks}: a model split over ranks is not loaded yet; use {name}=1, or build the "
-                "megatron-core model yourself and pass it to MegatronLLM"
-            )
+def _built(
+    checkpoint: Checkpoint | TorchDistFolder,
+    bar: LoadingBar,
+    *,
+    dtype: "torch.dtype | str | None",
+    device: "torch.device | str | None",
+    ranks: tuple[int | None, int | None, int | None],
+    model_class: "ModelClass",
+) -> Any:  # Any: megatron's models are untyped
+    bar.say("importing torch and megatron-core")
+    import torch
+
+    from megallm.models.megatron_setup import ensure_process_groups, quiet_megatron, sizes_to_use
+
+    where = _device(device)
+    kind = _dtype(dtype) or (torch.bfloat16 if where.type == "cuda" else torch.float32)
+    with quiet_megatron():
+        from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+
+        from megallm.models.gpt import build_gpt
+
+        sizes = sizes_to_use(*ranks)
+        sizes.check_model(checkpoint.hyperparameters)
+        ensure_process_groups(sizes, where)
+        # so that isinstance holds, and the tokenizer needs no megatron
+        MegatronTokenizerBase.register(ModelTokenizer)
+        bar.say("building the model")
+        if isinstance(checkpoint, TorchDistFolder):
+            return checkpoint.build(dtype=kind, device=where, bar=bar, model_class=model_class)
+        return build_gpt(checkpoint, dtype=kind, device=where, bar=bar, model_class=model_class)
 
 
 def _refuse_strange_tokenizer(checkpoint: Checkpoint | TorchDistFolder, tokenizer: object) -> None:
@@ -162,11 +182,27 @@ def _dtype(asked: "torch.dtype | str | None") -> "torch.dtype | None":
 
 
 def _device(asked: "torch.device | str | None") -> "torch.device":
+    """Gives the device; of a launcher's process that has no process groups yet, its own GPU by default."""
     import torch
+    import torch.distributed as dist
 
-    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(
+            f"device is {asked!r}, which torch does not know; use cpu, cuda or cuda:1"
+        ) from error
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedModelError(f"device is {device}; megatron-core's modules run on cpu and cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedModelError(f"device is {device} and torch finds no CUDA device; use device='cpu'")
+    own = launched().local_rank
+    if device == torch.device("cuda") and own is not None and not dist.is_initialized():
+        if own >= torch.cuda.device_count():
+            raise UnsupportedModelError(
+                f"LOCAL_RANK is {own}, and torch finds {torch.cuda.device_count()} CUDA devices; start as "
+                "many processes a machine, or name a device"
+            )
+        device = torch.device("cuda", own)
+        torch.cuda.set_device(device)
     return device

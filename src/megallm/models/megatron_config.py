@@ -12,22 +12,32 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from megallm.models.checkpoint import Hyperparameters
+from megallm.models.rank_part import Sizes
 
 SCORE_SOFTCAP: Final = "attn_logit_softcapping"
 """The field that a config has for a bound on scores: megatron-core has none, its bridge this one."""
 
 
+_SIGMOID_OPTIONS: Final = {"moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32"}
+"""Of a router that scores by sigmoid: models that have one compute it in float32."""
+
+
 def transformer_config(
-    size: Hyperparameters, dtype: torch.dtype, *, is_on_cpu: bool, is_hybrid: bool = False
+    size: Hyperparameters, ranks: Sizes, dtype: torch.dtype, *, is_on_cpu: bool, is_hybrid: bool = False
 ) -> TransformerConfig:
     """Gives the config; a hybrid model has two of its layers, attention and MLP, for each of ours."""
     config = TransformerConfig(
+        tensor_model_parallel_size=ranks.tp,
+        pipeline_model_parallel_size=ranks.pp,
+        expert_model_parallel_size=ranks.ep,
+        expert_tensor_parallel_size=ranks.etp,
         num_layers=size.num_layers * (2 if is_hybrid else 1),
         hidden_size=size.hidden_size,
         num_attention_heads=size.num_heads,
@@ -40,6 +50,7 @@ def transformer_config(
         activation_func=silu if size.activation == "silu" else _gelu_tanh,
         softmax_scale=size.score_scale,
         gated_linear_unit=True,
+        rotary_interleaved=size.is_rope_interleaved,
         add_bias_linear=size.has_output_bias or size.has_mlp_bias,
         add_qkv_bias=size.has_qkv_bias,
         hidden_dropout=0.0,
@@ -90,9 +101,11 @@ def hybrid_spec(size: Hyperparameters) -> ModuleSpec:
     return ModuleSpec(module=HybridStack, submodules=kinds)
 
 
-def hybrid_pattern(size: Hyperparameters) -> str:
-    """Gives the kinds of a HybridModel's layers: `*` attention, `-` an MLP, `E` experts."""
-    return "".join("*E" if size.has_experts(layer) else "*-" for layer in range(size.num_layers))
+def hybrid_pattern(size: Hyperparameters, num_stages: int = 1) -> str:
+    """Gives the kinds of a HybridModel's layers: `*` attention, `-` an MLP, `E` experts; `|` parts stages."""
+    kinds = ["*E" if size.has_experts(layer) else "*-" for layer in range(size.num_layers)]
+    each = size.num_layers // num_stages
+    return "|".join("".join(kinds[first : first + each]) for first in range(0, size.num_layers, each))
 
 
 def _gelu_tanh(gate: Tensor) -> Tensor:
@@ -100,12 +113,15 @@ def _gelu_tanh(gate: Tensor) -> Tensor:
 
 
 def _layer_spec(size: Hyperparameters, *, has_experts: bool = True) -> Any:  # Any: untyped specs
-    return get_gpt_layer_local_spec(
+    spec = get_gpt_layer_local_spec(
         num_experts=size.experts.num_experts if size.experts is not None and has_experts else None,
         moe_grouped_gemm=False,
         qk_layernorm=size.has_qk_norm,
         normalization="RMSNorm",
     )
+    if not size.has_input_norms:
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
+    return spec
 
 
 def _mlp_spec(layer: type, local: Any) -> ModuleSpec:  # Any: the same
@@ -143,6 +159,13 @@ def _expert_options(size: Hyperparameters) -> dict[str, Any]:  # Any: options
         "moe_layer_freq": [int(size.has_experts(layer)) for layer in range(size.num_layers)],
         # a softmax over the chosen alone is the renormalised softmax over all
         "moe_router_pre_softmax": not size.experts.is_renormalised,
+        "moe_router_score_function": size.experts.scoring,
+        **(_SIGMOID_OPTIONS if size.experts.scoring == "sigmoid" else {}),
+        "moe_router_topk_scaling_factor": None
+        if size.experts.share_factor == 1.0
+        else size.experts.share_factor,
+        "moe_shared_expert_intermediate_size": size.experts.shared_ffn_size or None,
+        "moe_shared_expert_gate": size.experts.has_shared_gate,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "allgather",
         "moe_grouped_gemm": False,

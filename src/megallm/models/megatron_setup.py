@@ -1,4 +1,4 @@
-"""What megatron-core needs before a model is built: a quiet import, and process groups of one.
+"""What megatron-core needs before a model is built: a quiet import, and process groups.
 
 Knows torch.distributed and megatron's parallel state; knows no model.
 """
@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from megallm.core_async.errors import LifecycleError
+from megallm.core_async.errors import UnsupportedModelError
+from megallm.models.launched import launched
+from megallm.models.rank_part import Place, RankPart, Sizes
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 _WARNINGS: Final = (
@@ -60,13 +63,35 @@ def quiet_megatron() -> Generator[None]:
             logger.removeFilter(dropper)
 
 
-def ensure_process_groups() -> None:
-    """Sets up torch.distributed and megatron's parallel state for this process alone, unless they are set up.
+def sizes_to_use(tp: int | None, pp: int | None, ep: int | None) -> Sizes:
+    """Gives the sizes to split models by: the parallel state's where that is set up, else those asked for.
 
-    Groups of one never talk to anybody; they listen on a port of the loopback interface because
-    gloo can't do otherwise. Groups that the caller set up are left as they are.
+    Raises: ValueError where the two differ, or the processes are too few or left over.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
 
-    Raises: LifecycleError when the process is one of several, whose sizes are the caller's to choose.
+    asked = {"tp": tp, "pp": pp, "ep": ep}
+    if parallel_state.is_initialized():
+        sizes = current_part().sizes
+        for name, size in asked.items():
+            if size is not None and size != getattr(sizes, name):
+                raise ValueError(
+                    f"{name} is {size}, and megatron's parallel state is set up with {getattr(sizes, name)}; "
+                    f"leave {name} out, or set the parallel state up with {size}"
+                )
+        return sizes
+    sizes = Sizes.asked(**{name: 1 if size is None else size for name, size in asked.items()})
+    sizes.check_world(dist.get_world_size() if dist.is_initialized() else launched().num_processes)
+    return sizes
+
+
+def ensure_process_groups(sizes: Sizes | None = None, device: "torch.device | None" = None) -> None:
+    """Sets up torch.distributed and megatron's parallel state, unless they are set up.
+
+    For the processes that a launcher started, over NCCL where `device` is a GPU, else over gloo; for this
+    process alone where none did. Groups of one never talk to anybody; they listen on a port of the loopback
+    interface because gloo can't do otherwise. Groups that the caller set up are left as they are.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -74,21 +99,42 @@ def ensure_process_groups() -> None:
     if parallel_state.is_initialized():
         return
     if not dist.is_initialized():
-        if dist.is_torchelastic_launched():
-            raise LifecycleError(
-                "the process was started by torchrun and torch.distributed is not initialised; call "
-                "torch.distributed.init_process_group() and "
-                "megatron.core.parallel_state.initialize_model_parallel() before load_model()"
-            )
-        if _BACKEND not in dist.Backend.backend_list:
-            dist.Backend.register_backend(_BACKEND, _LoopbackGloo(), devices=["cpu", "cuda"])
-        dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
-    elif dist.get_world_size() > 1:
-        raise LifecycleError(
-            f"torch.distributed has {dist.get_world_size()} ranks and megatron's parallel state is not "
-            "initialised; call megatron.core.parallel_state.initialize_model_parallel() before load_model()"
+        if launched().num_processes > 1:
+            dist.init_process_group("nccl" if device is not None and device.type == "cuda" else "gloo")
+        else:
+            if _BACKEND not in dist.Backend.backend_list:
+                dist.Backend.register_backend(_BACKEND, _LoopbackGloo(), devices=["cpu", "cuda"])
+            dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+    split = sizes or Sizes()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=split.tp,
+        pipeline_model_parallel_size=split.pp,
+        expert_model_parallel_size=split.ep,
+        expert_tensor_parallel_size=split.etp,
+        create_gloo_process_groups=False,
+    )
+
+
+def current_part() -> RankPart:
+    """Gives this rank's part of a model, as megatron's parallel state has it.
+
+    Raises: UnsupportedModelError where it cuts the stages into smaller ones.
+    """
+    from megatron.core import parallel_state
+
+    state: Any = parallel_state  # Any: its numbers may be None by their types
+    num_chunks = state.get_virtual_pipeline_model_parallel_world_size()
+    if num_chunks is not None and num_chunks > 1:
+        raise UnsupportedModelError(
+            f"the virtual pipeline model parallel size is {num_chunks}; load_model builds stages in one "
+            "piece, so it must be None"
         )
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    return RankPart(
+        tp=Place(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
+        pp=Place(state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()),
+        ep=Place(state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()),
+        etp=Place(state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()),
+    )
 
 
 class _LoopbackGloo:

@@ -1,7 +1,8 @@
-"""Where each tensor of a checkpoint goes in a megatron-core model.
+"""Where each tensor of a checkpoint goes in a megatron-core model, or in one rank's part of it.
 
 Knows megatron's parameter names and how it lays rows out: one KV head's queries, its key and its value
-together, gate above up. Knows no file format and builds no model.
+together, gate above up. Knows which rows and columns tensor parallelism gives a rank. Knows no file format
+and builds no model.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,15 +11,30 @@ from msgspec import Struct
 from torch import Tensor
 
 from megallm.core_async.errors import ModelFileError
-from megallm.models.checkpoint import OUTPUT_NORMS, Checkpoint, Hyperparameters
+from megallm.models.checkpoint import OUTPUT_NORMS, SCORE_BIAS, Checkpoint, Experts, Hyperparameters
+from megallm.models.rank_part import RankPart
+
+WHOLE = RankPart()
+_RESIDUAL = (".o_proj.", ".down_proj.")
+"""What gives the sums that are added to the residual."""
+
+
+class Source(Struct, frozen=True):
+    """A tensor of the checkpoint, or the rows or columns of it that a rank holds."""
+
+    name: str
+    rows: range | None = None
+    columns: range | None = None
 
 
 class Placement(Struct, frozen=True):
     """One parameter, and the tensors that fill it, one below the other or by KV head."""
 
     parameter: str
-    tensors: tuple[str, ...]
+    sources: tuple[Source, ...]
     is_by_kv_head: bool = False
+    is_padded: bool = False
+    """It may have more rows than there are; those are zero."""
 
 
 class LayerNames(Struct, frozen=True):
@@ -33,10 +49,11 @@ def fill(
     model_parameters: Iterator[tuple[str, Tensor]],
     checkpoint: Checkpoint,
     names: LayerNames,
+    part: RankPart = WHOLE,
     *,
     advance: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Copies every tensor of the checkpoint into the parameter that holds it, one at a time.
+    """Copies what the rank holds of every tensor into the parameter that takes it, one at a time.
 
     `advance` is called with the number of parameters of each. A bias that the model has and the checkpoint
     has not becomes zero.
@@ -44,83 +61,131 @@ def fill(
     Raises: ModelFileError naming a parameter and both shapes when they don't fit.
     """
     waiting = dict(model_parameters)
-    size = checkpoint.hyperparameters
-    for placement in placements(size, names):
+    for placement in placements(checkpoint.hyperparameters, names, part):
         parameter = waiting.pop(placement.parameter).data
-        if placement.is_by_kv_head:
-            parts = _by_kv_head(parameter, size)
-        else:
-            parts = parameter.chunk(len(placement.tensors))
-        for name, part in zip(placement.tensors, parts, strict=True):
-            values = checkpoint.read(name)
-            if size.norm_offset and "norm" in name:
-                values = values.float() + size.norm_offset
-            if values.numel() != part.numel():
-                raise ModelFileError(
-                    f"{checkpoint.path}: parameter {placement.parameter} takes {tuple(part.shape)} of "
-                    f"{name}, which is {tuple(values.shape)}"
-                )
-            part.copy_(values.view(part.shape))
-            advance(part.numel())
-            del values  # or it would still be in memory while the next one is read
+        for source, target in zip(placement.sources, _targets(placement, parameter, checkpoint), strict=True):
+            _copy(source, target, placement, checkpoint)
+        advance(parameter.numel())
     for name, parameter in waiting.items():
         assert name.endswith(".bias"), f"parameter without a tensor in {checkpoint.path}: {name}"
         parameter.data.zero_()
 
 
-def placements(size: Hyperparameters, names: LayerNames) -> Iterator[Placement]:
-    """Gives every parameter that a checkpoint fills, in the order of the layers."""
-    yield Placement("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
-    for layer in range(size.num_layers):
+def _targets(placement: Placement, parameter: Tensor, checkpoint: Checkpoint) -> tuple[Tensor, ...]:
+    """Gives the views of a parameter that its sources fill."""
+    if placement.is_by_kv_head:
+        return _by_kv_head(parameter, checkpoint.hyperparameters)
+    if placement.is_padded:
+        rows = placement.sources[0].rows
+        num_rows = len(parameter) if rows is None else len(rows)
+        parameter[num_rows:].zero_()
+        return (parameter[:num_rows],)
+    return parameter.chunk(len(placement.sources))
+
+
+def _copy(source: Source, target: Tensor, placement: Placement, checkpoint: Checkpoint) -> None:
+    size = checkpoint.hyperparameters
+    values = checkpoint.read(source.name, rows=source.rows, columns=source.columns)
+    if size.norm_offset and "norm" in source.name:
+        values = values.float() + size.norm_offset
+    if size.residual_factor != 1.0 and any(part in source.name for part in _RESIDUAL):
+        values = values.float() * size.residual_factor
+    if values.numel() != target.numel():
+        raise ModelFileError(
+            f"{checkpoint.path}: parameter {placement.parameter} takes {tuple(target.shape)} of "
+            f"{source.name}, which is {tuple(values.shape)}"
+        )
+    target.copy_(values.view(target.shape))
+
+
+def placements(size: Hyperparameters, names: LayerNames, part: RankPart = WHOLE) -> Iterator[Placement]:
+    """Gives every parameter that a checkpoint fills on a rank, in the order of the layers."""
+    vocabulary = part.vocabulary(size.vocab_size)
+    embedding = Source("model.embed_tokens.weight", vocabulary)
+    if part.has_embedding:
+        yield Placement("embedding.word_embeddings.weight", (embedding,), is_padded=True)
+    for place, layer in enumerate(part.layers(size.num_layers)):
         source = f"model.layers.{layer}."
-        yield from _attention(size, source, names.attention.format(layer, 2 * layer))
-        yield from _mlp(size, layer, source, names.mlp.format(layer, 2 * layer + 1))
-    yield Placement(names.final_norm, ("model.norm.weight",))
+        yield from _attention(size, part, source, names.attention.format(place, 2 * place))
+        yield from _mlp(size, part, layer, names.mlp.format(place, 2 * place + 1))
+    if not part.has_output:
+        return
+    yield Placement(names.final_norm, (Source("model.norm.weight"),))
     if not size.is_tied:
-        yield Placement("output_layer.weight", ("lm_head.weight",))
+        yield Placement("output_layer.weight", (Source("lm_head.weight", vocabulary),), is_padded=True)
+    elif not part.has_embedding:
+        yield Placement("output_layer.weight", (embedding,), is_padded=True)
 
 
-def _attention(size: Hyperparameters, source: str, target: str) -> Iterator[Placement]:
-    yield Placement(target + "input_layernorm.weight", (source + "input_layernorm.weight",))
-    kinds = ("weight", "bias") if size.has_qkv_bias else ("weight",)
-    for kind in kinds:
-        tensors = tuple(f"{source}self_attn.{name}_proj.{kind}" for name in ("q", "k", "v"))
-        yield Placement(f"{target}self_attention.linear_qkv.{kind}", tensors, is_by_kv_head=True)
-    yield Placement(target + "self_attention.linear_proj.weight", (source + "self_attn.o_proj.weight",))
+def _attention(size: Hyperparameters, part: RankPart, source: str, target: str) -> Iterator[Placement]:
+    if size.has_input_norms:
+        yield _whole(target + "input_layernorm.weight", source + "input_layernorm.weight")
+    queries = part.tp.share(size.num_heads * size.head_dim)
+    keys = part.tp.share(size.num_kv_heads * size.head_dim)
+    for kind in ("weight", "bias") if size.has_qkv_bias else ("weight",):
+        sources = tuple(
+            Source(f"{source}self_attn.{name}_proj.{kind}", rows)
+            for name, rows in (("q", queries), ("k", keys), ("v", keys))
+        )
+        yield Placement(f"{target}self_attention.linear_qkv.{kind}", sources, is_by_kv_head=True)
+    output = Source(source + "self_attn.o_proj.weight", columns=queries)
+    yield Placement(target + "self_attention.linear_proj.weight", (output,))
     if size.has_output_bias:
-        yield Placement(target + "self_attention.linear_proj.bias", (source + "self_attn.o_proj.bias",))
+        yield _whole(target + "self_attention.linear_proj.bias", source + "self_attn.o_proj.bias")
     if size.has_output_norms:
-        norm = target + "self_attention.linear_proj.output_norm.weight"
-        yield Placement(norm, (source + OUTPUT_NORMS[0],))
+        yield _whole(target + "self_attention.linear_proj.output_norm.weight", source + OUTPUT_NORMS[0])
     if size.has_qk_norm:
         for name in ("q", "k"):
-            norm = f"{target}self_attention.{name}_layernorm.weight"
-            yield Placement(norm, (f"{source}self_attn.{name}_norm.weight",))
+            yield _whole(
+                f"{target}self_attention.{name}_layernorm.weight", f"{source}self_attn.{name}_norm.weight"
+            )
 
 
-def _mlp(size: Hyperparameters, layer: int, source: str, target: str) -> Iterator[Placement]:
-    yield Placement(target + "pre_mlp_layernorm.weight", (source + "post_attention_layernorm.weight",))
+def _mlp(size: Hyperparameters, part: RankPart, layer: int, target: str) -> Iterator[Placement]:
+    source = f"model.layers.{layer}."
+    if size.has_input_norms:
+        yield _whole(target + "pre_mlp_layernorm.weight", source + "post_attention_layernorm.weight")
     if size.has_output_norms:
-        yield Placement(target + "mlp.linear_fc2.output_norm.weight", (source + OUTPUT_NORMS[1],))
+        yield _whole(target + "mlp.linear_fc2.output_norm.weight", source + OUTPUT_NORMS[1])
     if size.experts is None or not size.has_experts(layer):
-        kinds = ("weight", "bias") if size.has_mlp_bias else ("weight",)
-        for kind in kinds:
-            yield from _gated(source + "mlp.", target + "mlp.", kind)
+        rows = part.tp.share(size.ffn_size)
+        yield from _gated(source + "mlp.", target + "mlp.", rows, has_bias=size.has_mlp_bias)
         return
-    yield Placement(target + "mlp.router.weight", (source + "mlp.gate.weight",))
-    for expert in range(size.experts.num_experts):
+    yield _whole(target + "mlp.router.weight", source + "mlp.gate.weight")
+    yield from _beside_experts(size.experts, part, source, target + "mlp.")
+    rows = part.etp.share(size.experts.ffn_size)
+    for place, expert in enumerate(part.experts(size.experts.num_experts)):
         yield from _gated(
-            f"{source}mlp.experts.{expert}.", f"{target}mlp.experts.local_experts.{expert}.", "weight"
+            f"{source}mlp.experts.{expert}.", f"{target}mlp.experts.local_experts.{place}.", rows
         )
 
 
-def _gated(source: str, target: str, kind: str) -> Iterator[Placement]:
-    yield Placement(f"{target}linear_fc1.{kind}", (f"{source}gate_proj.{kind}", f"{source}up_proj.{kind}"))
-    yield Placement(f"{target}linear_fc2.{kind}", (f"{source}down_proj.{kind}",))
+def _beside_experts(experts: Experts, part: RankPart, source: str, target: str) -> Iterator[Placement]:
+    if experts.scoring == "sigmoid":
+        yield _whole(target + "router.expert_bias", source + SCORE_BIAS)
+    if experts.shared_ffn_size:
+        rows = part.tp.share(experts.shared_ffn_size)
+        yield from _gated(source + "mlp.shared_expert.", target + "shared_experts.", rows)
+    if experts.has_shared_gate:
+        yield _whole(target + "shared_experts.gate_weight", source + "mlp.shared_expert_gate.weight")
+
+
+def _gated(source: str, target: str, rows: range | None, *, has_bias: bool = False) -> Iterator[Placement]:
+    """Gives an MLP's placements; `rows`: of its gate that the rank holds."""
+    for kind in ("weight", "bias") if has_bias else ("weight",):
+        halves = tuple(Source(f"{source}{name}_proj.{kind}", rows) for name in ("gate", "up"))
+        yield Placement(f"{target}linear_fc1.{kind}", halves)
+    yield Placement(f"{target}linear_fc2.weight", (Source(f"{source}down_proj.weight", columns=rows),))
+    if has_bias:
+        yield _whole(f"{target}linear_fc2.bias", f"{source}down_proj.bias")
+
+
+def _whole(parameter: str, tensor: str) -> Placement:
+    return Placement(parameter, (Source(tensor),))
 
 
 def _by_kv_head(parameter: Tensor, size: Hyperparameters) -> tuple[Tensor, Tensor, Tensor]:
     """Gives the query, key and value rows of a joint projection, as views of it."""
     queries = size.num_heads // size.num_kv_heads
-    grouped = parameter.view(size.num_kv_heads, queries + 2, size.head_dim, *parameter.shape[1:])
+    grouped = parameter.view(-1, queries + 2, size.head_dim, *parameter.shape[1:])
     return grouped[:, :queries], grouped[:, queries], grouped[:, queries + 1]

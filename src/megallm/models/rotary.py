@@ -2,7 +2,8 @@
 
 Sources: Su et al., "RoFormer" (2021), 3.2; Chen et al., "Extending Context Window ... via Position
 Interpolation" (2023), for "linear"; Grattafiori et al., "The Llama 3 Herd of Models" (2024), and the
-released configuration, for "llama3"; Peng et al., "YaRN" (2023), 3.2 to 3.4. Knows no model.
+released configuration, for "llama3"; Peng et al., "YaRN" (2023), 3.2 to 3.4, and appendix B.2 for
+"dynamic"; Ding et al., "LongRoPE" (2024), for "factors". Knows no model.
 """
 
 import math
@@ -13,10 +14,13 @@ from torch import Tensor
 from megallm.models.checkpoint import Hyperparameters, RopeScaling
 
 
-def inverse_frequencies(size: Hyperparameters) -> Tensor:
-    """Gives the angle a position turns each pair by, `[rotary_dim / 2]`, float32 on the CPU."""
+def inverse_frequencies(size: Hyperparameters, num_positions: int = 0) -> Tensor:
+    """Gives the angle a position turns each pair by, `[rotary_dim / 2]`, float32 on the CPU.
+
+    `num_positions` is the length of the longest text, where the frequencies go by it.
+    """
     dim = size.rotary_dim or size.head_dim
-    plain = 1.0 / size.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    plain = _plain(size.rotary_base, dim)
     scaling = size.rope_scaling
     if scaling is None:
         return plain
@@ -24,11 +28,21 @@ def inverse_frequencies(size: Hyperparameters) -> Tensor:
         case "linear":
             return plain / scaling.factor
         case "factors":
-            return plain / torch.tensor(scaling.divisors, dtype=torch.float32)
+            is_long = scaling.long_divisors and num_positions > scaling.original_positions
+            divisors = scaling.long_divisors if is_long else scaling.divisors
+            return plain / torch.tensor(divisors, dtype=torch.float32)
+        case "dynamic":
+            excess = max(num_positions / scaling.original_positions, 1.0) - 1.0
+            growth = (1.0 + scaling.factor * excess) ** (dim / (dim - 2))
+            return _plain(size.rotary_base * growth, dim)
         case "llama3":
             return _llama3(plain, scaling)
         case "yarn":
             return _yarn(plain, scaling, dim, size.rotary_base)
+
+
+def _plain(base: float, dim: int) -> Tensor:
+    return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:

@@ -1,7 +1,7 @@
-"""A safetensors file as named tensors, of which one, or some of its rows, are read at a time.
+"""A safetensors file as named tensors, of which one, or some of its rows or columns, are read at a time.
 
 Format: eight bytes with the length of a JSON header, the header, the tensors' bytes. Read here so that
-each error names file and key, and so that nothing but the asked rows is ever in memory. Knows the
+each error names file and key, and so that little but what was asked for is ever in memory. Knows the
 format; knows no model.
 """
 
@@ -22,12 +22,21 @@ if TYPE_CHECKING:
 _MAX_HEADER_BYTES: Final = 100_000_000
 """What the format allows."""
 
+_CUT_BYTES: Final = 1 << 24
+"""Of rows that are in memory at once while columns are cut from them."""
+
 _ITEM_BYTES: Final = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4,
     "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
-_READABLE: Final = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Formats that hold a weight as it is, and torch's names of them."""
+_READABLE: Final = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+}
+"""Formats of floating point, and torch's names of them."""
 
 
 class StoredTensor(Struct, frozen=True):
@@ -69,26 +78,48 @@ class SafetensorsFile:
             raise ModelFileError(f"{path} can't be read: {error}; fetch it again") from error
         self.tensors: Final = self._placed(header, 8 + length, num_bytes)
 
-    def read(self, name: str, first: int = 0, num_rows: int | None = None) -> "torch.Tensor":
-        """Gives rows of a tensor, all of them by default, in memory of their own, on the CPU.
+    def read(self, name: str, *, rows: range | None = None, columns: range | None = None) -> "torch.Tensor":
+        """Gives a tensor, or some of its rows or columns, in memory of their own, on the CPU.
+
+        Columns lie apart in the file: rows are read a few at a time, and cut.
 
         Raises: UnsupportedModelError when it is stored in a format of quantised models.
         """
         import torch
 
+        self.check_readable(name)
         entry = self.tensors[name]
-        if entry.kind not in _READABLE:
-            raise UnsupportedModelError(
-                f"{self.path}: tensor {name} is stored as {entry.kind}, supported are "
-                f"{', '.join(_READABLE)}; use the model's unquantised folder"
-            )
+        wanted = range(entry.shape[0]) if rows is None else rows
+        if columns is None:
+            return self._rows(entry, wanted)
+        kept = torch.empty((len(wanted), len(columns)), dtype=getattr(torch, _READABLE[entry.kind]))
+        num_rows = max(1, _CUT_BYTES // (entry.shape[1] * _ITEM_BYTES[entry.kind]))
+        for first in range(0, len(wanted), num_rows):
+            some = self._rows(entry, wanted[first : first + num_rows])
+            kept[first : first + len(some)] = some[:, columns.start : columns.stop]
+        return kept
+
+    def _rows(self, entry: StoredTensor, rows: range) -> "torch.Tensor":
+        import torch
+
         row_bytes = math.prod(entry.shape[1:]) * _ITEM_BYTES[entry.kind]
-        rows = entry.shape[0] - first if num_rows is None else num_rows
-        tensor = torch.empty((rows, *entry.shape[1:]), dtype=getattr(torch, _READABLE[entry.kind]))
+        tensor = torch.empty((len(rows), *entry.shape[1:]), dtype=getattr(torch, _READABLE[entry.kind]))
         with self.path.open("rb", buffering=0) as file:
-            file.seek(entry.start + first * row_bytes)
+            file.seek(entry.start + rows.start * row_bytes)
             _fill(memoryview(tensor.view(-1).view(torch.uint8).numpy()), file, self.path)
         return tensor
+
+    def check_readable(self, name: str) -> None:
+        """Refuses a tensor that `read` would refuse, without reading it.
+
+        Raises: UnsupportedModelError when it is stored in a format of quantised models.
+        """
+        kind = self.tensors[name].kind
+        if kind not in _READABLE:
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {name} is stored as {kind}, supported are {', '.join(_READABLE)}; use "
+                "the model's unquantised folder"
+            )
 
     def _placed(self, header: bytes, base: int, num_bytes: int) -> dict[str, StoredTensor]:
         try:

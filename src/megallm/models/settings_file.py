@@ -3,6 +3,7 @@
 Each error names the file and the key.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,6 +69,10 @@ class Settings:
         if not all(type(item) in (int, float) for item in found):
             raise ModelFileError(f"{self.name_of(key)} is no list of numbers; fetch the file again")
         return found
+
+    def over(self, defaults: Mapping[str, Any]) -> "Settings":  # Any: JSON
+        """Gives the same settings and, for keys that are absent, others; null stays null."""
+        return Settings(self.path, {**defaults, **self.values}, self._prefix)
 
     def inside(self, key: str) -> "Settings":
         """Gives the settings of an object under a key; none when it is absent or null."""

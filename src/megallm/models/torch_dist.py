@@ -13,6 +13,7 @@ from megallm.core_async.errors import ModelFileError, UnsupportedModelError
 from megallm.models.base_tokenizer import ModelTokenizer
 from megallm.models.checkpoint import Experts, Hyperparameters, RopeScaling
 from megallm.models.hf_tokenizer import build_tokenizer
+from megallm.models.loading_bar import LoadingBar
 from megallm.models.settings_file import Settings
 
 if TYPE_CHECKING:
@@ -96,7 +97,12 @@ class TorchDistFolder:
         return build_tokenizer(Path(named))
 
     def build(
-        self, *, dtype: "torch.dtype", device: "torch.device", model_class: "ModelClass" = "gpt"
+        self,
+        *,
+        dtype: "torch.dtype",
+        device: "torch.device",
+        bar: LoadingBar,
+        model_class: "ModelClass" = "gpt",
     ) -> Any:  # Any: GPTModel is untyped
         """Builds the model, as `build_gpt` does, and loads its weights.
 
@@ -111,6 +117,7 @@ class TorchDistFolder:
                 f"model_class is {model_class!r}: {self._folder} holds a GPTModel; use model_class='gpt'"
             )
         model = unfilled(self._size, dtype=dtype, device=device)
+        bar.say("reading weights")
         metadata = self._common.get("content_metadata")
         wanted = {"model": model.sharded_state_dict(metadata=metadata)}
         try:

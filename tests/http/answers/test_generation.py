@@ -7,7 +7,6 @@ from msgspec import structs
 
 from megallm.core_async.messages import StepResult
 from megallm.core_async.protocols import PendingStep
-from megallm.http.answers.generation import Usage
 from tests.http.asgi_call import AsgiCall
 from tests.http.serving import Served, eventually, frames_of, serving, serving_config, strict_json
 
@@ -130,13 +129,3 @@ async def test_an_engine_that_dies_ends_every_request() -> None:
         assert "0x7f00" not in last["error"]["message"]
         assert (await served.refused(C, BODY, 503))["type"] == "service_unavailable_error"
         assert (await served.client.get("/health")).status_code == 503
-
-
-def test_usage_is_the_protocols() -> None:
-    """The total is what clients show."""
-    assert Usage(3, 2, 1).as_json() == {
-        "prompt_tokens": 3,
-        "completion_tokens": 2,
-        "total_tokens": 5,
-        "prompt_tokens_details": {"cached_tokens": 1},
-    }

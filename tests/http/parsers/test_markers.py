@@ -35,13 +35,13 @@ def test_a_search_goes_on_where_the_last_one_ended() -> None:
     assert MarkerFinder(("<a>",)).find("<<a>", 2) == Found("a>", None, 4)
 
 
-def grow(end: TextEnd | JsonEnd, parts: list[str]) -> int | None:
-    """Gives what `end` finds in a text that grows by these parts."""
-    text = ""
+def grow(end: TextEnd, parts: list[str]) -> int | None:
+    """Gives where the marker ends that `end` finds in a text that grows by these parts."""
+    num_before = 0
     for part in parts:
-        text += part
-        if (start := end.find(text)) is not None:
-            return start
+        if (place := end.find(part)) is not None:
+            return num_before + place
+        num_before += len(part)
     return None
 
 
@@ -51,10 +51,10 @@ def test_an_end_is_found_however_the_text_comes(data: st.DataObject) -> None:
     text = data.draw(texts(END, '"', "\\", '\\"', "<"))
     parts = data.draw(splits(text))
     start = text.find(END)
-    assert grow(TextEnd(END), parts) == (None if start < 0 else start)
+    assert grow(TextEnd(END), parts) == (None if start < 0 else start + len(END))
     assert grow(JsonEnd(END), parts) == JsonEnd(END).find(text)
-    behind = TextEnd(END, 3).find("</t" + text)
-    assert behind == (None if start < 0 else start + 3)
+    behind = TextEnd(END).find("</t" + text, 3)
+    assert behind == (None if start < 0 else start + len(END) + 3)
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_an_end_is_found_however_the_text_comes(data: st.DataObject) -> None:
 )
 def test_in_json_an_end_inside_a_string_is_none(text: str, start: int | None) -> None:
     """A tool may be asked to write a file that is about tool calls."""
-    assert JsonEnd(END).find(text) == start
+    assert JsonEnd(END).find(text) == (None if start is None else start + len(END))

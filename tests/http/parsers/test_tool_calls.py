@@ -1,9 +1,12 @@
 """Tool calls in an output, here in a syntax so simple that only the sections matter."""
 
+from typing import override
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megallm.http.parsers.markers import TextEnd
 from megallm.http.parsers.pieces import Content, Piece, ToolCallArguments, ToolCallStart
 from megallm.http.parsers.tool_calls import Call, Markers, ToolCallParser, make_call_id
 from tests.http.parsers.splitting import numbered_ids, parse, splits, texts
@@ -72,6 +75,25 @@ def test_any_split_gives_the_same_pieces(data: st.DataObject) -> None:
     """What a client reads must not depend on how many tokens came at once."""
     text = data.draw(texts("[", "]", "((", "))", "f", "g", "x", " ", "\n"))
     assert parse(parser(), data.draw(splits(text))) == parse(parser(), [text])
+
+
+def test_a_long_call_in_many_parts_is_looked_at_once() -> None:
+    """A file that is written by a call comes in fifty thousand parts; seconds went by with looking back."""
+    num_seen = 0
+
+    class Counting(TextEnd):
+        @override
+        def find(self, part: str, start: int = 0) -> int | None:
+            nonlocal num_seen
+            num_seen += len(part) - start
+            return super().find(part, start)
+
+    syntax = OneWord()
+    syntax.sections = (Markers("[", "]", Counting), Markers("((", "))"))
+    parts = ["[", *("f" for _ in range(1000)), "]"]
+    pieces = parse(ToolCallParser(syntax, numbered_ids()), parts)
+    assert sum(isinstance(piece, ToolCallStart) for piece in pieces) == 1000
+    assert num_seen == len(parts) - 1
 
 
 def test_each_call_has_an_id_of_its_own() -> None:

@@ -8,13 +8,20 @@ import anyio
 import pytest
 
 from megallm.core_async.actors.detokenizer import Parcel
-from megallm.core_async.errors import EngineBusy, EngineDeadError, EngineStoppedError, LifecycleError
+from megallm.core_async.errors import (
+    EngineBusy,
+    EngineDeadError,
+    EngineStoppedError,
+    LifecycleError,
+    NoProfilerError,
+)
 from megallm.core_async.kit.outbox import Outbox
 from megallm.core_async.messages import Sampling, StepPlan
 from megallm.core_async.transport.byte_stream import ByteStream
 from megallm.core_async.transport.frames import CloseRequests, SubmitRequests
 from megallm.core_async.transport.framing import FrameWriter
 from megallm.http.processes.hub import Peer
+from tests.device.profilers import FakeProfiler
 from tests.engines import engine_config, running
 from tests.fakes import continuation
 from tests.http.linked import fill, linked, owned
@@ -133,6 +140,21 @@ async def test_the_lifecycle_is_called_from_a_front_end() -> None:
         with pytest.raises(ValueError, match="mode is 'nap'"):
             await caller.remote.pause("nap")
         await eventually(lambda: other.remote.phase == "running")
+
+
+async def test_the_profiler_is_the_engines_process_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front end runs no kernel; where there is nothing to record, the engine goes on."""
+    async with running() as rig, linked(rig) as (front_end,):
+        profiler = FakeProfiler.installed(monkeypatch)
+        await front_end.remote.profile("start")
+        await front_end.remote.profile("stop")
+        assert profiler.told == ["start", "stop"]
+        FakeProfiler.installed(monkeypatch, refusal="not permitted")
+        with pytest.raises(NoProfilerError, match="not permitted"):
+            await front_end.remote.profile("start")
+        with pytest.raises(ValueError, match="action is 'pause'"):
+            await front_end.remote.profile("pause")
+        assert await front_end.tokens_of([1]) == continuation([1], 8)
 
 
 async def test_figures_and_phase_reach_front_ends_that_have_no_request() -> None:

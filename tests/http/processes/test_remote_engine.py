@@ -8,9 +8,19 @@ import anyio
 import pytest
 
 from megallm.core_async.errors import EngineDeadError, InvalidRequestError
-from megallm.core_async.messages import Delta, EngineStats
+from megallm.core_async.messages import (
+    Delta,
+    EngineStats,
+    Floats,
+    NewRequest,
+    Sampling,
+    TextSpec,
+    TokenBatch,
+    pack_ints,
+)
+from megallm.core_async.plan.pace import MIN_STREAMS
 from megallm.core_async.transport.byte_stream import ByteStream
-from megallm.core_async.transport.frames import Answer, EngineState, Welcome
+from megallm.core_async.transport.frames import Answer, EngineEnded, EngineState, Fault, StepOutput, Welcome
 from megallm.core_async.transport.framing import FrameError, FrameWriter
 from megallm.http.processes.remote_engine import RemoteEngine, Wire
 from megallm.http.service import EnginePort
@@ -166,6 +176,48 @@ async def test_an_engine_that_goes_or_talks_nonsense_ends_every_call(fault: str)
             await remote.has_ended.wait()
     with pytest.raises(EngineDeadError):
         await remote.submit([])
+    ours.close()
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["stands still", "ends"])
+async def test_an_engine_that_takes_no_more_steps_leaves_no_token_untold(ends: bool) -> None:  # noqa: FBT001 - pytest's
+    """Tokens of many streams wait for those of the next step, which a pause, or a failure, keeps away."""
+    ours, theirs = map(ByteStream, socket.socketpair())
+    out = FrameWriter()
+    out.add(Welcome(1, engine_config(), EngineStats(), "running", b""))
+    await ours.send(out.take())
+    wire = Wire(theirs)
+    remote = RemoteEngine(wire, (await wire.welcome())[0], text_of)
+    requests = [remote.next_request_id() for _ in range(MIN_STREAMS)]
+    specs = [TextSpec(request_id, is_streamed=True) for request_id in requests]
+    deltas: list[Delta] = []
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(remote.run, [])
+            out.add(Answer(0, "running"))
+            for number, started in enumerate((specs, [])):
+                tokens = pack_ints([number] * MIN_STREAMS)
+                batch = TokenBatch(started, requests, tokens, Floats(b""), [], number / 1000)
+                out.add(StepOutput(batch, EngineStats()))
+            if ends:
+                out.add(EngineEnded(Fault(EngineDeadError.__name__, "gone"), "failed"))
+            submission = [
+                NewRequest(spec.request_id, pack_ints([1]), 8, (), Sampling(), spec) for spec in specs
+            ]
+
+            async def answer() -> None:
+                assert await ours.receive()
+                await ours.send(out.take())
+
+            tasks.start_soon(answer)
+            with closing(await remote.submit(submission)) as outbox:
+                while len(deltas) < 2 * MIN_STREAMS:
+                    deltas += [parcel for parcel in await outbox.take() if isinstance(parcel, Delta)]
+                if ends:
+                    with pytest.raises(EngineDeadError, match="gone"):
+                        await outbox.take()
+            tasks.cancel_scope.cancel()
+    assert [token for delta in deltas for token in delta.token_ids] == [0] * MIN_STREAMS + [1] * MIN_STREAMS
     ours.close()
 
 

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from megallm.http.service import AppSettings
+from tests.device.profilers import FakeProfiler
 from tests.http.asgi_call import AsgiCall
 from tests.http.serving import Served, serving
 
@@ -64,9 +65,14 @@ async def test_an_abort_ends_the_requests_of_an_id() -> None:
             assert (await call(served, "/abort", body)).status_code == 400
 
 
-@pytest.mark.parametrize("action", ["start", "stop"])
-async def test_a_profiler_needs_cuda(action: str) -> None:
-    """It says so instead of doing nothing."""
+async def test_a_profiler_records_what_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so where there is no CUDA instead of doing nothing."""
     async with serving(settings=KEYED, checks_idle=False) as served:
-        response = await call(served, f"/{action}_profile")
+        profiler = FakeProfiler.installed(monkeypatch)
+        for action in ("start", "stop"):
+            response = await call(served, f"/v1/{action}_profile")
+            assert response.json() == {"status": "ok", "action": f"{action}_profile"}
+        assert profiler.told == ["start", "stop"]
+        FakeProfiler.installed(monkeypatch, refusal="not permitted")
+        response = await call(served, "/v1/start_profile")
         assert (response.status_code, response.json()["error"]["type"]) == (501, "server_error")

@@ -3,22 +3,33 @@
 from typing import ClassVar, assert_never
 
 from megallm.core_async.kit.actor import Actor
-from megallm.core_async.messages import BlockCounts, CountBlocks, ForgetPrefixes, ReserveBlocks
+from megallm.core_async.messages import (
+    BlockCounts,
+    CountBlocks,
+    ForgetPrefixes,
+    ReportPrefixes,
+    ReserveBlocks,
+)
 from megallm.core_async.plan.block_pool import BlockPool
+from megallm.core_async.plan.prefix_changes import PrefixChanges
+
+type AllocatorMessage = ReserveBlocks | ForgetPrefixes | CountBlocks | ReportPrefixes
 
 
-class Allocator(Actor[ReserveBlocks | ForgetPrefixes | CountBlocks]):
-    """Owns the block pool; only it mutates it."""
+class Allocator(Actor[AllocatorMessage]):
+    """Owns the block pool, and where that notes the changes of its prefixes; only it mutates them."""
 
     name: ClassVar[str] = "allocator"
     capacity: ClassVar[int] = 64
     """One ask of the scheduler at a time, and a few of those who look at the engine from outside."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, changes: PrefixChanges | None = None) -> None:
+        """`changes`: the pool's; without it every report is empty."""
         super().__init__()
         self._pool = pool
+        self._changes = PrefixChanges() if changes is None else changes
 
-    async def handle(self, message: ReserveBlocks | ForgetPrefixes | CountBlocks) -> object:
+    async def handle(self, message: AllocatorMessage) -> object:
         """See the messages."""
         match message:
             case ReserveBlocks():
@@ -26,6 +37,8 @@ class Allocator(Actor[ReserveBlocks | ForgetPrefixes | CountBlocks]):
             case ForgetPrefixes():
                 self._pool.forget_prefixes()
                 return None
+            case ReportPrefixes():
+                return self._changes.take()
             case CountBlocks():
                 pool = self._pool
                 return BlockCounts(pool.num_blocks, pool.num_free, pool.num_cached, pool.num_used)

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from megallm.core_async.errors import RequestFailedError
@@ -19,6 +19,7 @@ from megallm.core_async.messages import (
     unpack_ints,
 )
 from megallm.core_async.plan.output import Output, Place, places_of
+from megallm.core_async.plan.pace import Pace
 from megallm.core_async.step_times import StepTimes
 from megallm.core_async.transport.routes import Routes
 
@@ -43,10 +44,15 @@ class Detokenizer(Actor[TokenBatch]):
         outboxes: Outboxes[Parcel],
         times: StepTimes,
         routes: Routes | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """`routes`: to whom rows of other owners are passed on; None where there can be none."""
+        """`routes`: to whom rows of other owners are passed on; None where there can be none.
+
+        `pace`: which streams wait for more; whoever gives one calls `give_waiting` when no step comes.
+        """
         super().__init__()
         self._routes = routes
+        self._pace = pace
         self._detokenize = detokenize
         self._outboxes = outboxes
         self._times = times
@@ -58,7 +64,7 @@ class Detokenizer(Actor[TokenBatch]):
         if self._routes is not None:
             message = self._routes.split(message)
         for spec in message.started:
-            self._outputs[spec.request_id] = Output(spec, self._detokenize)
+            self._begin(Output(spec, self._detokenize))
         for chunk in message.scored:
             if (output := self._outputs.get(chunk.request_id)) is not None:
                 output.add_scores(chunk)
@@ -66,10 +72,27 @@ class Detokenizer(Actor[TokenBatch]):
         self._add_tokens(message, endings)
         for ending in message.finished:
             self._finish(ending)
+        if self._pace is not None:
+            self._show_late(self._pace.take_late())
         self._times.add_post(time.perf_counter() - began)
 
+    def give_waiting(self) -> None:
+        """Gives the readers what waits for tokens of further steps."""
+        if self._pace is not None:
+            self._show_late(self._pace.take_all())
+
+    def _begin(self, output: Output) -> None:
+        self._outputs[output.spec.request_id] = output
+        if self._pace is not None and output.may_wait:
+            self._pace.begin(output.spec.request_id)
+
+    def _forget(self, request_id: RequestId) -> None:
+        self._outputs.pop(request_id, None)
+        if self._pace is not None:
+            self._pace.end(request_id)
+
     def _add_tokens(self, batch: TokenBatch, endings: dict[RequestId, Finished]) -> None:
-        tokens, time_s = unpack_ints(batch.tokens), batch.time_s
+        tokens, time_s, pace = unpack_ints(batch.tokens), batch.time_s, self._pace
         if batch.log_probs:
             self._add_log_probs(batch)
         progress: Counter[Outbox[Parcel]] = Counter()
@@ -81,12 +104,11 @@ class Detokenizer(Actor[TokenBatch]):
             output.last_s = time_s
             if output.first_s is None:
                 output.first_s = time_s
-            if output.is_watched:
-                outbox = self._outboxes.find(request_id)
-                try:
-                    self._watch(output, endings.get(request_id), progress)
-                except RequestFailedError as error:
-                    self._fail(output, outbox, error)
+            if not output.is_watched:
+                continue
+            ending = endings.get(request_id)
+            if pace is None or ending is not None or not pace.defers(request_id):
+                self._watch(output, ending, progress)
         for outbox, num_tokens in progress.items():
             outbox.put(Progress(num_tokens))
 
@@ -102,25 +124,37 @@ class Detokenizer(Actor[TokenBatch]):
 
     def _watch(self, output: Output, ending: Finished | None, progress: "Counter[Outbox[Parcel]]") -> None:
         """Does what a request wants done with each token: progress, stop words, deltas."""
-        request_id = output.spec.request_id
-        outbox = self._outboxes.find(request_id)
+        outbox = self._outboxes.find(output.spec.request_id)
         if outbox is None:
             return
         if output.spec.reports_progress:
             progress[outbox] += 1
         if output.token_times is not None and output.last_s is not None:
             output.token_times.append(output.last_s)
+        self._show(output, outbox, ending)
+
+    def _show(self, output: Output, outbox: Outbox[Parcel], ending: Finished | None) -> None:
+        """Makes the text of the new tokens, where it is wanted as they come; a stop word in it ends all."""
         if output.stream is None:
             return
-        text = output.extend(ending)
-        if output.stream.stop is not None:
-            self._close(output, outbox, text, output.stopped(output.stream.stop))
-            self._outboxes.end_early(request_id)
-        elif output.spec.is_streamed and ending is not None:
-            self._close(output, outbox, text, ending)
-            self._outboxes.end(request_id)
-        elif output.spec.is_streamed and (delta := output.delta(text)) is not None:
-            outbox.put(delta)
+        try:
+            text = output.extend(ending)
+            if output.stream.stop is not None:
+                self._close(output, outbox, text, output.stopped(output.stream.stop))
+                self._outboxes.end_early(output.spec.request_id)
+            elif output.spec.is_streamed and ending is not None:
+                self._close(output, outbox, text, ending)
+                self._outboxes.end(output.spec.request_id)
+            elif output.spec.is_streamed and (delta := output.delta(text)) is not None:
+                outbox.put(delta)
+        except RequestFailedError as error:
+            self._fail(output, outbox, error)
+
+    def _show_late(self, requests: Iterable[RequestId]) -> None:
+        """Shows what streams have that waited for more."""
+        for request_id in requests:
+            if (outbox := self._outboxes.find(request_id)) is not None:
+                self._show(self._outputs[request_id], outbox, None)
 
     def _finish(self, ending: Finished) -> None:
         """Closes a request that ended, unless its last token has closed it."""
@@ -128,20 +162,19 @@ class Detokenizer(Actor[TokenBatch]):
         outbox = self._outboxes.find(ending.request_id)
         if output is not None and outbox is not None:
             try:
-                self._close(output, outbox, "", ending)
+                self._close(output, outbox, "" if output.stream is None else output.extend(ending), ending)
             except RequestFailedError as error:
                 self._fail(output, outbox, error)
-        self._outputs.pop(ending.request_id, None)
+        self._forget(ending.request_id)
         self._outboxes.end(ending.request_id)
 
     def _close(self, output: Output, outbox: Outbox[Parcel], text: str, ending: Finished) -> None:
         """Gives the reader the last of an output; the key is ended after that, lest a failure be missed."""
         outbox.put(output.last_delta(text, ending) if output.spec.is_streamed else output.completion(ending))
-        del self._outputs[output.spec.request_id]
+        self._forget(output.spec.request_id)
 
-    def _fail(self, output: Output, outbox: Outbox[Parcel] | None, error: RequestFailedError) -> None:
+    def _fail(self, output: Output, outbox: Outbox[Parcel], error: RequestFailedError) -> None:
         """Ends a request whose text can't be made; the scheduler drops it at the next step."""
-        if outbox is not None:
-            outbox.put(output.failure(str(error)))
-        del self._outputs[output.spec.request_id]
+        outbox.put(output.failure(str(error)))
+        self._forget(output.spec.request_id)
         self._outboxes.end_early(output.spec.request_id)

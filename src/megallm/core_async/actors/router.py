@@ -5,18 +5,18 @@ Knows ids and the keys of prompts' blocks; neither the ranks' engines nor how th
 
 from typing import ClassVar, assert_never
 
-from megallm.core_async.errors import EngineDeadError
+from megallm.core_async.errors import EngineBusy, EngineDeadError
 from megallm.core_async.kit.actor import Actor, Refusal
 from megallm.core_async.messages import (
     DropRank,
-    PrefixesForgotten,
+    PrefixesChanged,
     RankJoined,
     RequestsEnded,
     RouteRequests,
 )
 from megallm.core_async.plan.routing import RoutingTable
 
-type RouterMessage = RouteRequests | RequestsEnded | DropRank | RankJoined | PrefixesForgotten
+type RouterMessage = RouteRequests | RequestsEnded | DropRank | RankJoined | PrefixesChanged
 
 
 class Router(Actor[RouterMessage]):
@@ -26,9 +26,11 @@ class Router(Actor[RouterMessage]):
     capacity: ClassVar[int] = 4096
     """Submissions of one turn of the loop, and a step of each rank."""
 
-    def __init__(self, table: RoutingTable) -> None:
+    def __init__(self, table: RoutingTable, *, max_pending: int | None = None) -> None:
+        """`max_pending`: requests at each rank, on average, before more are refused; None: no limit."""
         super().__init__()
         self._table = table
+        self._max_pending = max_pending
 
     async def handle(self, message: RouterMessage) -> object:
         """See the messages."""
@@ -36,6 +38,7 @@ class Router(Actor[RouterMessage]):
             case RouteRequests(request_ids, keys):
                 if not self._table.ranks:
                     raise Refusal(EngineDeadError("no data-parallel rank is left; start the engine again"))
+                self._check_room(len(request_ids))
                 pairs = zip(request_ids, keys, strict=True)
                 return [self._table.route(request_id, own_keys) for request_id, own_keys in pairs]
             case RequestsEnded(request_ids):
@@ -45,8 +48,17 @@ class Router(Actor[RouterMessage]):
                 return self._table.lose(rank)
             case RankJoined(rank):
                 self._table.add(rank)
-            case PrefixesForgotten(rank):
-                self._table.forget_prefixes(rank)
+            case PrefixesChanged(rank, report):
+                self._table.correct(rank, report)
             case _:
                 assert_never(message)
         return None
+
+    def _check_room(self, num_requests: int) -> None:
+        if self._max_pending is None:
+            return
+        ranks = self._table.ranks
+        num_pending, most = sum(map(self._table.num_pending, ranks)), self._max_pending * len(ranks)
+        if num_pending + num_requests > most:
+            what = f"{num_requests:,} requests came, {num_pending:,} run or wait, the limit is {most:,}"
+            raise Refusal(EngineBusy(f"{what}; try again later"))

@@ -126,13 +126,21 @@ class GrammarRows:
         stay as they are, and so does a row that can't go on: it is in what is returned, with the reason,
         now and until it is let go. What its request was given so far may be no whole output.
         """
-        held = [(place, self._rows[row]) for place, row in enumerate(rows.tolist()) if row in self._rows]
-        if not held:
-            return {}
-        bits = self._bits(len(held))
-        self._fill(bits, [state for _, state in held])
-        self._apply(logits, [place for place, _ in held])
-        return {int(rows[place]): state.fault for place, state in held if state.fault}
+        faults, places = self._filled(rows)
+        if places:
+            self._apply(logits, places)
+        return faults
+
+    def faults(self, rows: IntColumn) -> dict[int, str]:
+        """Gives what `mask` does, on a rank that follows the rows' tokens and has no logits."""
+        return self._filled(rows)[0]
+
+    def _filled(self, rows: IntColumn) -> tuple[dict[int, str], list[int]]:
+        """Fills the host memory with the rows' bits; gives the faults, and the places of rows with bits."""
+        held = {place: self._rows[row] for place, row in enumerate(rows.tolist()) if row in self._rows}
+        if held:
+            self._fill(self._bits(len(held)), list(held.values()))
+        return {int(rows[place]): state.fault for place, state in held.items() if state.fault}, list(held)
 
     def _bits(self, num_rows: int) -> NDArray[np.int32]:
         """Gives the host memory of some rows' bits; the last step's are overwritten."""

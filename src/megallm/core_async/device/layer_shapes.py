@@ -19,8 +19,14 @@ type MegatronModule = Any  # megatron's modules are untyped, and their attribute
 def self_attention_shape(
     config: MegatronModule, attention: MegatronModule, *, window: int | None, has_rope: bool
 ) -> LayerShape:
-    """Gives the shape of a SelfAttention; `has_rope`: queries and keys arrive not yet turned."""
+    """Gives the shape of a SelfAttention; `has_rope`: queries and keys arrive not yet turned.
+
+    Those of a layer that has a rotary module of its own are turned by megatron.
+    """
     no_rope = config.no_rope_freq
+    is_unturned = (no_rope and no_rope[attention.layer_number - 1]) or (
+        getattr(attention, "rotary_pos_emb", None) is not None
+    )
     scale = config.softmax_scale
     return LayerShape(
         num_heads=attention.num_attention_heads_per_partition,
@@ -30,7 +36,7 @@ def self_attention_shape(
         scale=1 / math.sqrt(attention.key_hidden_size) if scale is None else scale,
         window=window,
         softcap=softcap_of(config),
-        uses_rope=has_rope and not (no_rope and no_rope[attention.layer_number - 1]),
+        uses_rope=has_rope and not is_unturned,
         has_sinks=config.softmax_type != "vanilla",
     )
 

@@ -26,6 +26,7 @@ from megallm.core_async.device.attention_sites import (
     is_plain_linear,
 )
 from megallm.core_async.device.dense_layer import LayerOps, NextNorm, dense_layer
+from megallm.core_async.device.expert_layers import ExpertLayers
 from megallm.core_async.device.forwards import plain_linear, router_gate
 from megallm.core_async.device.kv_cache import LayerCache
 from megallm.core_async.device.layer_shapes import (
@@ -35,6 +36,7 @@ from megallm.core_async.device.model_options import refuse_options, unwrapped
 from megallm.core_async.device.rank_group import gathered_logits
 from megallm.core_async.device.rope import RopeTable, table_of
 from megallm.core_async.device.rope_angles import angles_of
+from megallm.core_async.device.sequence_parallel import SequenceParallel
 from megallm.core_async.device.step_inputs import StepInputs
 from megallm.core_async.device.swaps import Swaps
 from megallm.core_async.errors import LifecycleError
@@ -81,7 +83,10 @@ class ModelHook:
         self._model: MegatronModule = unwrapped(model)
         refuse_options(self._model)
         self._sites = list(attention_sites(self._model))
-        learned = getattr(self._model.embedding, "position_embeddings", None)
+        # a stage of a pipeline has its own layers; the first has the embedding, the last the output layer
+        self._embedding: MegatronModule = getattr(self._model, "embedding", None)
+        self._output_layer: MegatronModule = getattr(self._model, "output_layer", None)
+        learned = getattr(self._embedding, "position_embeddings", None)
         self.shape = ModelShape(
             attention_layers=[site.shape for site in self._sites],
             num_layers=len(self._model.decoder.layers),
@@ -94,13 +99,17 @@ class ModelHook:
             is_dense_layer(site.layer) for site in self._sites
         )
         """Every layer runs as one function of its own: nothing in it asks the device for a number."""
+        self.experts = ExpertLayers(self._model)
         self.rope: RopeTable | None = None
         """What the attention backend turns by, while bound; None where it has nothing to turn."""
-        vocab_group = getattr(self._model.output_layer, "tp_group", None)
+        vocab_group = getattr(self._output_layer, "tp_group", None)
         self._vocab_group = vocab_group if get_pg_size(vocab_group) > 1 else None
         """The ranks that hold a part of the vocabulary each."""
+        self._sequence_parallel = SequenceParallel(self._model)
         self._swaps = Swaps()
         self._step: _Step | None = None
+        self._is_idle_step = False
+        """A step of other ranks' tokens runs, and `_step` is None."""
 
     def bind(
         self, attention: Attention, caches: Sequence[LayerCache], ops: LayerOps, *, max_positions: int
@@ -116,14 +125,17 @@ class ModelHook:
             self._swaps.set(self._model, "megallm_is_bound", True)
             self._bind_rotary(max_positions)
             self._bind_detours(ops)
+            for dispatcher, name, exchange in self.experts.exchanges(self.shape.device):
+                self._swap(dispatcher, name, exchange)
             next_norm = NextNorm()
             for site, cache in zip(self._sites, caches, strict=True):
                 self._bind_attention(attention, site, cache, ops, next_norm)
             self._bind_last_norm(ops)
-            handle = self._model.output_layer.register_forward_pre_hook(
-                self._only_rows_with_logits, with_kwargs=True
-            )
-            self._swaps.on_undo(handle.remove)
+            if self._output_layer is not None:
+                handle = self._output_layer.register_forward_pre_hook(
+                    self._only_rows_with_logits, with_kwargs=True
+                )
+                self._swaps.on_undo(handle.remove)
         except BaseException:
             self.unbind()
             raise
@@ -133,24 +145,43 @@ class ModelHook:
         self.rope = None
         self._swaps.undo()
 
-    def forward(self, inputs: StepInputs, score: Callable[[Tensor, int], None]) -> Tensor:
+    def forward(
+        self, inputs: StepInputs, score: Callable[[Tensor, int], None], states: Tensor | None = None
+    ) -> Tensor:
         """Runs the model over one step's packed tokens; gives the sampled tokens' logits, `[samples, vocab]`.
 
         The scored tokens' logits go to `score` in parts, with the number of those before: all of a long
-        prompt's at once would take gigabytes.
+        prompt's at once would take gigabytes. `states`: the hidden states of the stage before, where this is
+        a stage of a pipeline; any but the last gives its own, `[tokens, 1, hidden]`.
         """
         step = self._step = _Step(inputs=inputs, angles={})
+        users_states = self._model.decoder.input_tensor
         try:
-            logits = self._model(
-                inputs.token_ids[None],
-                inputs.batch.positions[None],
-                None,
-                runtime_gather_output=self._vocab_group is None,
-            )
-            self._score(step, score)
+            with self._sequence_parallel.off():
+                if states is not None:
+                    self._model.set_input_tensor(states)
+                output = self._model(
+                    inputs.token_ids[None],
+                    inputs.batch.positions[None],
+                    None,
+                    runtime_gather_output=self._vocab_group is None,
+                )
+                self._score(step, score)
         finally:
             self._step = None
-        return self._of_all_ranks(logits[0])
+            self._model.decoder.input_tensor = users_states
+        return output if self._output_layer is None else self._of_all_ranks(output[0])
+
+    def take_part(self) -> None:
+        """Does in a step without tokens what the other ranks that hold the experts wait for."""
+        if not self.experts.is_spread:
+            return
+        self._is_idle_step = True
+        try:
+            with self._sequence_parallel.off():
+                self.experts.run_without_tokens(self.shape.dtype, self.shape.device)
+        finally:
+            self._is_idle_step = False
 
     def _of_all_ranks(self, logits: Tensor) -> Tensor:
         return logits if self._vocab_group is None else gathered_logits(logits, self._vocab_group)
@@ -161,7 +192,7 @@ class ModelHook:
         step.is_scoring = True
         first = 0
         for states in step.scored_states.split(SCORED_AT_ONCE):
-            logits, _ = self._model.output_layer(states, **step.output_options)
+            logits, _ = self._output_layer(states, **step.output_options)
             scaled = self._model._scale_logits(logits)[:, 0]  # noqa: SLF001 - the model's own last step
             score(self._of_all_ranks(scaled), first)
             first += len(states)
@@ -171,7 +202,8 @@ class ModelHook:
         original = getattr(module, name)
 
         def swapped(*args: object, **kwargs: object) -> object:
-            return (original if self._step is None else while_stepping)(*args, **kwargs)
+            is_stepping = self._step is not None or self._is_idle_step
+            return (while_stepping if is_stepping else original)(*args, **kwargs)
 
         self._swaps.set(module, name, swapped)
 
@@ -227,9 +259,10 @@ class ModelHook:
         if rotary is not None:
             angles, mscale = angles_of(rotary, max_positions, self.shape.device)
             if has_rope_to_turn(self._model):
+                turned = [site.attention for site in self._sites if site.shape.uses_rope]
                 self.rope = table_of(
                     angles[:, 0, 0],
-                    factor=self._sites[0].attention._yarn_concentration_factor if self._sites else 1.0,  # noqa: SLF001 - megatron keeps it nowhere else
+                    factor=turned[0]._yarn_concentration_factor if turned else 1.0,  # noqa: SLF001 - megatron keeps it nowhere else
                     is_interleaved=self._model.config.rotary_interleaved,
                     dtype=self.shape.dtype,
                 )
@@ -274,7 +307,8 @@ class ModelHook:
 
     def _prepare(self, linear: MegatronModule, ops: LayerOps) -> None:
         """Lays a layer's own weight out for `ops`; never an embedding's, whose rows are looked up."""
-        if linear.weight is not None and linear.weight is not self._model.embedding.word_embeddings.weight:
+        looked_up = None if self._embedding is None else self._embedding.word_embeddings.weight
+        if linear.weight is not None and linear.weight is not looked_up:
             take_back = ops.prepare(linear.weight)
             if take_back is not None:
                 self._swaps.on_undo(take_back)

@@ -32,15 +32,23 @@ def refuse_options(model: MegatronModule) -> None:
     config = model.config
     has_tp = config.tensor_model_parallel_size > 1
     refused = {
-        "a part of a pipeline": (
-            not (model.pre_process and model.post_process),
-            "build it with pipeline_model_parallel_size=1",
+        "a chunk of a virtual pipeline": (
+            (config.virtual_pipeline_model_parallel_size or 1) > 1,
+            "build it with virtual_pipeline_model_parallel_size=None: one part of the model a rank",
         ),
         "context_parallel_size > 1": (
             config.context_parallel_size > 1,
             "build it with context_parallel_size=1",
         ),
-        "sequence_parallel": (config.sequence_parallel and has_tp, "build it with sequence_parallel=False"),
+        # both split tokens whatever the layers' own switches say
+        "sequence_parallel and tp_comm_overlap": (
+            config.sequence_parallel and has_tp and config.tp_comm_overlap,
+            "build it with tp_comm_overlap=False",
+        ),
+        "sequence_parallel and transformer_impl='inference_optimized'": (
+            config.sequence_parallel and has_tp and config.transformer_impl == "inference_optimized",
+            "build it with transformer_impl='transformer_engine' or 'local'",
+        ),
         "multi-token prediction layers": (bool(config.mtp_num_layers), "build it with mtp_num_layers=None"),
         "multimodal rotary positions": (model.position_embedding_type == "mrope", SUPPORTED),
         "cache_mla_latents": (

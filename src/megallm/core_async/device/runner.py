@@ -6,6 +6,7 @@ request, no policy, no megatron.
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,19 +17,20 @@ from torch import Tensor, nn
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.device.attention import Attention
 from megallm.core_async.device.backends import backend_for, check_backend
-from megallm.core_async.device.grammar import GrammarRows
 from megallm.core_async.device.graph_sizes import row_sizes, token_sizes
 from megallm.core_async.device.kv_cache import CacheShape, PagedCache
 from megallm.core_async.device.log_probs import LogProbs, joined, log_probs_of
-from megallm.core_async.device.logit_rules import LogitRules
 from megallm.core_async.device.model import ModelHook, ModelShape
+from megallm.core_async.device.packed_step import num_words, packed, unpacked
+from megallm.core_async.device.pipeline import Pipeline
 from megallm.core_async.device.queued_step import QueuedStep, StepTensors, StepTimes
-from megallm.core_async.device.rows import IntColumn, Rows, column_of
-from megallm.core_async.device.sampler import Sampled, processed, sample
+from megallm.core_async.device.rows import Rows, column_of
+from megallm.core_async.device.sampler import Sampled
 from megallm.core_async.device.step_inputs import StepInputs, inputs_of
+from megallm.core_async.device.token_choice import TokenChoice
 from megallm.core_async.errors import UnsupportedModelError
 from megallm.core_async.matchers import Matchers
-from megallm.core_async.messages import RowSetup, StepPlan
+from megallm.core_async.messages import StepPlan
 
 if TYPE_CHECKING:
     from megallm.core_async.device.captured import StepOutputs
@@ -40,10 +42,20 @@ log = logging.getLogger(__name__)
 class TorchRunner:
     """`protocols.Runner` for a megatron-core model on the device that its parameters are on."""
 
-    def __init__(self, model: nn.Module, config: EngineConfig, matchers: Matchers | None = None) -> None:
-        """`matchers`: for requests that bring a grammar; without it there are none."""
+    def __init__(
+        self,
+        model: nn.Module,
+        config: EngineConfig,
+        matchers: Matchers | None = None,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        """`matchers`: for requests that bring a grammar; without it there are none.
+
+        `pipeline`: of whose stages the model is one; None where it is whole.
+        """
         self._hook = ModelHook(model)
         self._config = config
+        self._pipeline = pipeline
         shape = self._hook.shape
         limits = (shape.max_positions, config.max_sequence_length)
         assert limits[0] is None or limits[0] >= limits[1], f"positions and max_sequence_length: {limits}"
@@ -64,10 +76,7 @@ class TorchRunner:
             block_size=config.block_size,
             device=shape.device,
         )
-        self._rules = LogitRules(
-            max_requests=config.max_requests, vocab_size=config.vocab_size, device=shape.device
-        )
-        self._grammars = None if matchers is None else GrammarRows(matchers, device=shape.device)
+        self._choice = TokenChoice(self._rows, config, matchers, device=shape.device)
         self._graphs: StepGraphs | None = None
         """Of steps that are not large; None where all run op by op."""
 
@@ -122,6 +131,9 @@ class TorchRunner:
         if not self._hook.is_dense:
             log.info("steps run op by op: CUDA graphs are for models of dense layers alone")
             return
+        if self._pipeline is not None:
+            log.info("steps run op by op: CUDA graphs are for models that one stage has all layers of")
+            return
         config = self._config
         rows = row_sizes(config)
         if not rows:
@@ -169,11 +181,12 @@ class TorchRunner:
         """Queues one step: tensors, model, sampler. On a CPU it has run when this returns."""
         started = time.perf_counter()
         self._rows.apply(plan)
-        self._set_up(plan.new_rows)
+        self._choice.set_up(plan.new_rows)
         if self._graphs is not None:
             self._graphs.follow(plan)
         if not plan.rows:
-            return QueuedStep(plan.step, StepTensors(), StepTimes(prepare_s=time.perf_counter() - started))
+            self._hook.take_part()
+            return QueuedStep(plan.step, StepTensors(), StepTimes(forward_s=time.perf_counter() - started))
         if self._graphs is not None:
             outputs = self._graphs.replay(plan)
             if outputs is not None:
@@ -191,17 +204,47 @@ class TorchRunner:
             targets = inputs.targets[first : first + len(logits)]
             scores.append(log_probs_of(self._of_vocabulary(logits), targets, num_top=inputs.num_top))
 
-        logits = self._of_vocabulary(self._hook.forward(inputs, score))
+        output = self._forward(inputs, score)
         forwarded = time.perf_counter()
-        tensors = self._sampled(logits, inputs) if inputs.num_samples else StepTensors()
-        if scores:
-            tensors = structs.replace(tensors, scores=joined(scores))
+        tensors = self._outcome(output, inputs, scores)
         times = StepTimes(
             prepare_s=prepared - started,
             forward_s=forwarded - prepared,
             sample_s=time.perf_counter() - forwarded,
         )
         return QueuedStep(plan.step, tensors, times)
+
+    def _forward(self, inputs: StepInputs, score: Callable[[Tensor, int], None]) -> Tensor:
+        """Runs this rank's layers between the stages before and after it; see ModelHook.forward."""
+        pipeline, states = self._pipeline, None
+        if pipeline is not None and not pipeline.is_first:
+            states = pipeline.receive(inputs.batch.num_tokens)
+        output = self._hook.forward(inputs, score, states)
+        if pipeline is not None and not pipeline.is_last:
+            pipeline.send(output)
+        return output
+
+    def _outcome(self, output: Tensor, inputs: StepInputs, scores: list[LogProbs]) -> StepTensors:
+        """Samples where the logits are; every stage learns what came of it."""
+        pipeline = self._pipeline
+        count = 0 if pipeline is None else num_words(inputs)
+        if pipeline is not None and not pipeline.is_last:
+            return self._followed(pipeline.share(None, count), inputs) if count else StepTensors()
+        tensors = StepTensors()
+        if inputs.num_samples:
+            tensors = self._choice.choose(self._of_vocabulary(output), inputs)
+        if scores:
+            tensors = structs.replace(tensors, scores=joined(scores))
+        if pipeline is not None and count:
+            pipeline.share(packed(tensors), count)
+        return tensors
+
+    def _followed(self, words: Tensor, inputs: StepInputs) -> StepTensors:
+        """Takes what the last stage sampled and scored."""
+        tensors = unpacked(words, inputs)
+        if tensors.sampled is None:
+            return tensors
+        return structs.replace(tensors, failed=self._choice.follow(tensors.sampled, inputs))
 
     def _after_replay(self, plan: StepPlan, outputs: "StepOutputs", started: float) -> QueuedStep:
         """Queues what follows a graph: nothing, or the sampler where a row wants more than its best token."""
@@ -212,57 +255,19 @@ class TorchRunner:
             times = StepTimes(forward_s=forwarded - started)
             return QueuedStep(plan.step, StepTensors(), times, is_captured=True)
         sampling = self._rows.sampling_of(rows)
-        if sampling.is_greedy.all() and not sampling.wants_log_probs.any() and not self._has_rules(rows):
+        if (
+            sampling.is_greedy.all()
+            and not sampling.wants_log_probs.any()
+            and not self._choice.has_rules(rows)
+        ):
             sampled = Sampled(tokens=outputs.tokens[:count], is_finite=outputs.is_finite[:count])
             tensors = StepTensors(sampled=sampled)
         else:
             positions = (column_of(plan.starts) + column_of(plan.lengths))[places]
             inputs = outputs.inputs_of(rows, positions, sampling, num_top=self._rows.num_top_of(rows))
-            tensors = self._sampled(outputs.logits[:count], inputs)
+            tensors = self._choice.choose(outputs.logits[:count], inputs)
         times = StepTimes(forward_s=forwarded - started, sample_s=time.perf_counter() - forwarded)
         return QueuedStep(plan.step, tensors, times, is_captured=True)
-
-    def _set_up(self, new_rows: list[RowSetup]) -> None:
-        """Takes the rules of the requests that take rows."""
-        self._rules.set_up(new_rows)
-        if self._grammars is None:
-            return
-        for setup in new_rows:
-            if not setup.sampling.grammar:
-                self._grammars.end(setup.row)
-                continue
-            self._grammars.begin(
-                setup.row,
-                setup.sampling.grammar,
-                column_of(setup.known)[setup.num_prompt :].tolist(),
-                end_ids=setup.end_ids,
-                min_new_tokens=max(setup.masked_until - setup.num_prompt, 0),
-            )
-
-    def _has_rules(self, rows: IntColumn) -> bool:
-        """Whether some row's logits are changed before a token is chosen."""
-        return self._rules.apply_to(rows) or (self._grammars is not None and self._grammars.holds(rows))
-
-    def _sampled(self, logits: Tensor, inputs: StepInputs) -> StepTensors:
-        """Chooses the step's tokens, which are the rows' next inputs; and gives their log-probs if asked."""
-        rows, sampling = inputs.host_sampled_rows, inputs.sampling
-        adjusted = self._rules.adjusted(logits, rows, inputs.sampled_positions)
-        faults: dict[int, str] = {}
-        grammars = self._grammars if self._grammars is not None and self._grammars.holds(rows) else None
-        if grammars is not None:
-            adjusted = adjusted.clone() if adjusted is logits else adjusted
-            faults = grammars.mask(adjusted, rows)
-        sampled = sample(adjusted, sampling, inputs.sampled_positions)
-        self._rows.last_tokens.index_copy_(0, inputs.sampled_rows, sampled.tokens)
-        self._rules.observe(rows, sampled.tokens)
-        if grammars is not None:  # the next step's mask needs the tokens: on a GPU these rows wait for them
-            grammars.advance(rows, sampled.tokens.cpu().numpy())
-        log_probs: LogProbs | None = None
-        if sampling.wants_log_probs.any():
-            source = processed(adjusted, sampling) if self._config.processes_log_probs else logits
-            log_probs = log_probs_of(source, sampled.tokens, num_top=inputs.num_top)
-        failed = [(place, faults[row]) for place, row in enumerate(rows.tolist()) if row in faults]
-        return StepTensors(sampled=sampled, log_probs=log_probs, failed=failed)
 
     def _of_vocabulary(self, logits: Tensor) -> Tensor:
         """Leaves out the output layer's padding, which has logits and no tokens."""

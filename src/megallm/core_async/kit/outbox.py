@@ -7,19 +7,21 @@ works in any cleanup, cancelled or not.
 
 from collections.abc import Callable, Sequence
 
-import anyio
+from megallm.core_async.kit.quick_event import QuickEvent, event_maker
 
 
 class Outbox[T]:
     """What one reader has yet to take, of the keys it reads."""
 
-    __slots__ = ("_is_closed", "_items", "_make_error", "_on_close", "_waiter", "keys")
+    __slots__ = ("_is_closed", "_items", "_make_error", "_make_event", "_on_close", "_waiter", "keys")
 
     def __init__(self, keys: Sequence[int], on_close: "Callable[[Outbox[T]], None]") -> None:
         self.keys = tuple(keys)
         self._items: list[T] = []
         self._make_error: Callable[[], Exception] | None = None
-        self._waiter: anyio.Event | None = None
+        self._make_event: Callable[[], QuickEvent] | None = None
+        """Of the reader's loop, once it has waited."""
+        self._waiter: QuickEvent | None = None
         self._is_closed = False
         self._on_close = on_close
 
@@ -50,7 +52,9 @@ class Outbox[T]:
             if self._make_error is not None:
                 raise self._make_error()
             assert not self._is_closed, f"the reader of {self.keys} has left, nothing more comes"
-            self._waiter = anyio.Event()
+            if self._make_event is None:
+                self._make_event = event_maker()
+            self._waiter = self._make_event()
             await self._waiter.wait()
         items, self._items = self._items, []
         return items

@@ -189,6 +189,21 @@ class CountBlocks(Ask[BlockCounts], frozen=True):
     """Say how many blocks are free and used."""
 
 
+class PrefixReport(Struct, frozen=True, gc=False):
+    """What became of a prefix cache since the report before, by keys of blocks; each is in one list."""
+
+    known: list[bytes]
+    """A block came to hold that prefix."""
+    forgotten: list[bytes]
+    """None holds it any more."""
+    is_flushed: bool = False
+    """Before all of these it was emptied."""
+
+
+class ReportPrefixes(Ask[PrefixReport], frozen=True):
+    """Say what the prefix cache has come to know and has forgotten; nothing where nobody notes it."""
+
+
 # ---- to the router -----------------------------------------------------------------------------
 
 
@@ -218,7 +233,8 @@ class RankJoined(Struct, frozen=True, gc=False):
     rank: int
 
 
-class PrefixesForgotten(Struct, frozen=True, gc=False):
-    """A rank's prefix cache was flushed."""
+class PrefixesChanged(Struct, frozen=True, gc=False):
+    """A rank has reported what became of its prefix cache; once a step at most."""
 
     rank: int
+    report: PrefixReport

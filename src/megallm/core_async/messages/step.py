@@ -54,6 +54,25 @@ class StepPlan(Struct, frozen=True, gc=False):
     """For each scored row `lengths[i]` ids: the token that follows each computed one, or -1 where
     its log-prob is not wanted."""
 
+    @classmethod
+    def empty(cls) -> "StepPlan":
+        """Gives the plan without rows, whose step is numbered 0: a rank takes part in it and computes nothing."""
+        nothing = Ints(b"")
+        return cls(
+            step=0,
+            num_decode=0,
+            rows=nothing,
+            starts=nothing,
+            lengths=nothing,
+            samples=b"",
+            tokens=nothing,
+            new_rows=[],
+            changed_rows=nothing,
+            changed_starts=nothing,
+            changed_counts=nothing,
+            blocks=nothing,
+        )
+
 
 class TopLogProbs(Struct, frozen=True, gc=False):
     """The likeliest tokens at some places: rows of `num_top` ids and log-probs, the likeliest first."""

@@ -13,6 +13,7 @@ from megallm.core_async.config import EngineConfig
 from megallm.core_async.messages import Admission, BlockGrant, BlockId, FilledBlocks, ReserveBlocks, Row
 from megallm.core_async.plan.draft import Draft
 from megallm.core_async.plan.prefix import PrefixIndex
+from megallm.core_async.plan.prefix_changes import PrefixChanges
 from megallm.core_async.plan.recently_used import RecentlyUsed
 
 
@@ -22,10 +23,17 @@ class BlockPool:
     `keeps_cached`: a known block that nobody holds stays until its room is needed, the least
     recently used first and leaves before their parents (LRU); else it is free at once (REF_ZERO).
     `max_held`: blocks that rows may keep, all together, which sit out for want of more.
+    `changes`: where it is noted which prefixes become known and are forgotten.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, keeps_cached: bool = True, max_held: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        keeps_cached: bool = True,
+        max_held: int = 0,
+        changes: PrefixChanges | None = None,
     ) -> None:
         assert num_blocks > 0, f"a pool of {num_blocks} blocks"
         assert block_size > 0, f"blocks of {block_size} tokens"
@@ -41,7 +49,7 @@ class BlockPool:
         """Rows that hold a block beside the first, where there are any."""
         self._tables: dict[Row, list[BlockId]] = {}
         """Rows that hold a block or more."""
-        self._index = PrefixIndex(num_blocks, block_size)
+        self._index = PrefixIndex(num_blocks, block_size, changes)
         self._coming: dict[bytes, Row] = {}
         """Keys of blocks that a row is about to fill: who wants one waits for it."""
         self._coming_of: dict[Row, list[bytes]] = {}
@@ -50,13 +58,14 @@ class BlockPool:
         """Rows that began before the prefixes were forgotten: none of their blocks is made known."""
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Self:
+    def of(cls, config: EngineConfig, changes: PrefixChanges | None = None) -> Self:
         """Gives an engine's: without prefix caching nothing stays, forks' blocks neither."""
         return cls(
             config.num_blocks,
             config.block_size,
             keeps_cached=config.keeps_cached and config.shares_prefixes,
             max_held=config.max_held_blocks,
+            changes=changes,
         )
 
     @property

@@ -27,6 +27,7 @@ class Output:
         "_detokenize",
         "_has_sent_scores",
         "_log_probs",
+        "_num_read",
         "_num_sent",
         "_prompt_log_probs",
         "_prompt_top",
@@ -34,6 +35,7 @@ class Output:
         "first_s",
         "is_watched",
         "last_s",
+        "may_wait",
         "spec",
         "stream",
         "token_ids",
@@ -49,9 +51,18 @@ class Output:
         self.token_times: list[float] | None = [] if spec.tracks_tokens else None
         self.is_watched = self.stream is not None or spec.reports_progress or spec.tracks_tokens
         """Whether something is to be done with each token, beyond keeping it."""
+        self.may_wait = (
+            spec.is_streamed
+            and not spec.stop_words
+            and not spec.reports_progress
+            and not spec.tracks_tokens
+        )
+        """Whether that may as well be done with several tokens at once, later."""
         self._detokenize = detokenize
         self.token_ids: list[int] = []
         """Everything generated; the detokeniser appends."""
+        self._num_read = 0
+        """Tokens whose text was taken."""
         self._num_sent = 0
         self._has_sent_scores = False
         self.first_s: float | None = None
@@ -76,9 +87,10 @@ class Output:
         self._prompt_top += [place[: self.spec.num_top] for place in places]
 
     def extend(self, ending: Finished | None) -> str:
-        """Gives the text of the last token that is safe to show; an id that ends the request has none."""
+        """Gives the text of the new tokens that is safe to show; an id that ends the request has none."""
         assert self.stream is not None, "a request whose text is made at its end"
-        return "" if self._ends_silently(ending) else self.stream.append(self.token_ids[-1:])
+        start, self._num_read = self._num_read, len(self.token_ids) - self._ends_silently(ending)
+        return self.stream.append(self.token_ids[start : self._num_read])
 
     def delta(self, text: str) -> Delta | None:
         """Gives what a stream shows now: text and the tokens behind it; None when all is held back."""
@@ -87,7 +99,7 @@ class Output:
         return self._delta(text, num_safe, None) if text or num_safe > self._num_sent else None
 
     def last_delta(self, text: str, ending: Finished) -> Delta:
-        """Gives the rest of a stream, and why it ended; `text` is what `extend` gave for the last token."""
+        """Gives the rest of a stream, and why it ended; `text` is what `extend` gave last."""
         text, num_tokens, ending = self._ended(text, ending)
         return self._delta(text, num_tokens, ending)
 

@@ -56,6 +56,13 @@ class PauseMode(StrEnum):
     """They end with what they have."""
 
 
+def check_pause_mode(mode: str) -> str:
+    """Gives a mode of `pause`. Raises: ValueError for what is none."""
+    if mode not in {str(each) for each in PauseMode}:
+        raise ValueError(f'mode is {mode!r}; it must be "keep", "wait" or "abort"')
+    return mode
+
+
 class Event(StrEnum):
     """What the engine's parts report; each ends one transition."""
 

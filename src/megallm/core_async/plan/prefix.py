@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 from megallm.core_async.messages import BlockId, FilledBlocks, Ints
+from megallm.core_async.plan.prefix_changes import PrefixChanges
 
 ROOT = bytes(32)
 """The parent's key of a first block."""
@@ -46,7 +47,7 @@ def public_hash(key: bytes) -> int:
 class Run:
     """Known blocks that follow each other; grows and shrinks at its end."""
 
-    __slots__ = ("above", "blocks", "copies", "key", "num_below", "parent", "place", "tokens")
+    __slots__ = ("above", "blocks", "copies", "key", "keys", "num_below", "parent", "place", "tokens")
 
     def __init__(self, key: bytes, parent: bytes, above: "Run | None", place: int) -> None:
         self.key = key
@@ -58,6 +59,8 @@ class Run:
         self.place = place
         """Of that block in the run above."""
         self.blocks: list[BlockId] = []
+        self.keys: list[bytes] = []
+        """Of all its blocks, where changes are noted; else empty."""
         self.tokens: bytes | bytearray = b""
         """Token ids of all its blocks: what a lookup compares. As they came, until they change."""
         self.copies: dict[int, list[BlockId]] = {}
@@ -96,7 +99,9 @@ class PrefixIndex:
     as far as the tokens are equal.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, changes: PrefixChanges | None = None) -> None:
+        """`changes`: told of each key that becomes known or forgotten."""
+        self._changes = changes
         self._width = 4 * block_size
         """Bytes of one block's token ids."""
         self._runs: dict[bytes, Run] = {}
@@ -145,7 +150,7 @@ class PrefixIndex:
         if before is not None and run is None:
             return
         if run is not None and place + 1 == len(run.blocks) and not run.num_below:
-            self._append(run, blocks, filled.tokens)
+            self._append(run, blocks, keys, filled.tokens)
             return
         for index, block in enumerate(blocks):
             content = filled.tokens[index * width : (index + 1) * width]
@@ -159,7 +164,7 @@ class PrefixIndex:
                 parent = keys[index - 1] if index else filled.parent
                 if run is None or not is_last:
                     run = self._begin(keys[index], parent, run, place)
-                self._append(run, blocks[index:], filled.tokens[index * width :])
+                self._append(run, blocks[index:], keys[index:], filled.tokens[index * width :])
                 return
             is_same = below.follows(run, place) and (run is not None or below.parent == filled.parent)
             if not is_same or not self._is_at(below, 0, content):
@@ -207,6 +212,8 @@ class PrefixIndex:
         """Makes all blocks unknown."""
         self._runs.clear()
         self._is_copy.clear()
+        if self._changes is not None:
+            self._changes.flush()
         self._run_of = [None] * len(self._run_of)
 
     def check(self) -> None:
@@ -218,6 +225,7 @@ class PrefixIndex:
             assert key == run.key, f"a run is found by {key!r}, its first block has {run.key!r}"
             assert run.blocks, f"the run of {key!r} is empty"
             assert len(run.tokens) == len(run.blocks) * self._width, f"{run.tokens!r} for {run.blocks}"
+            assert self._changes is None or len(run.keys) == len(run.blocks), f"{run.keys} of {run.blocks}"
             assert run.num_below == below[run], f"{below[run]} runs follow {key!r}, {run.num_below} counted"
             places = [*enumerate(run.blocks)]
             places += [(place, block) for place, copies in run.copies.items() for block in copies]
@@ -249,7 +257,10 @@ class PrefixIndex:
             above.num_below += 1
         return run
 
-    def _append(self, run: Run, blocks: Sequence[BlockId], tokens: bytes) -> None:
+    def _append(self, run: Run, blocks: Sequence[BlockId], keys: Sequence[bytes], tokens: bytes) -> None:
+        if self._changes is not None:
+            run.keys += keys
+            self._changes.know(keys)
         run_of, place_of = self._run_of, self._place_of
         for place, block in enumerate(blocks, len(run.blocks)):
             run_of[block] = run
@@ -267,6 +278,9 @@ class PrefixIndex:
             return
         left = len(run.blocks) - count
         assert self._place_of[first] == left, f"block {first} goes before what follows it"
+        if self._changes is not None:
+            self._changes.forget(reversed(run.keys[left:]))
+            del run.keys[left:]
         if left:
             run.cut(left, left * self._width)
             return

@@ -1,14 +1,15 @@
 """Which data-parallel rank a request goes to: by the prefix that ranks have cached, and by their load. Pure.
 
 The policies and the score are megatron-core's: `alpha * match + (1 - alpha) * free fraction`, the
-latest use of the prefix before the lowest rank where scores are equal. What a rank has cached is
-not asked: it is taken to have what was sent to it, as far back as the table remembers.
+latest use of the prefix before the lowest rank where scores are equal. So no rank gets a request
+while it has over `alpha / (1 - alpha) * max_requests` more of them than another. What a rank has
+cached is what was sent to it, until it reports otherwise or the table has no room to remember it.
 """
 
 from collections import OrderedDict
 from enum import StrEnum
 
-from megallm.core_async.messages import RequestId
+from megallm.core_async.messages import PrefixReport, RequestId
 
 
 class RoutingPolicy(StrEnum):
@@ -45,8 +46,14 @@ class RoutingTable:
         """Requests at each rank that is there, by rank, ascending."""
         self._rank_of: dict[RequestId, int] = {}
         self._uses: OrderedDict[bytes, dict[int, int]] = OrderedDict()
-        """By key: the ranks it went to, and when last; what was used longest ago is the first."""
-        self._num_routed = 0
+        """By key: the ranks that have it, and when it last went there; what was used longest ago is first.
+
+        A key that no rank has stays until there is no room: a rank may report that it has it again.
+        """
+        self._flushed: dict[int, int] = dict.fromkeys(range(num_ranks), 0)
+        """By rank: when it last had nothing; uses up to then count no more, and go as they are come upon."""
+        self._now = 0
+        """Requests routed and caches flushed."""
 
     @property
     def ranks(self) -> list[int]:
@@ -74,7 +81,7 @@ class RoutingTable:
         elif self._policy is RoutingPolicy.FIRST_PREFIX_BLOCK:
             keys = keys[:1]
         rank = self._best(keys)
-        self._num_routed += 1
+        self._now += 1
         self._num_pending[rank] += 1
         self._rank_of[request_id] = rank
         self._remember(rank, keys)
@@ -99,14 +106,29 @@ class RoutingTable:
         """Notes that a rank has come, or come back, with nothing cached and no request."""
         assert rank not in self._num_pending, f"rank {rank} is there already"
         self._num_pending = dict(sorted({**self._num_pending, rank: 0}.items()))
+        self.forget_prefixes(rank)
 
     def forget_prefixes(self, rank: int) -> None:
-        """Notes that a rank's cache was flushed: its weights have changed, or its cache is gone."""
-        for key in [key for key, ranks in self._uses.items() if rank in ranks]:
-            ranks = self._uses[key]
-            del ranks[rank]
-            if not ranks:
-                del self._uses[key]
+        """Notes that a rank's cache was flushed: its weights have changed, or its cache is gone. O(1)."""
+        self._flushed[rank] = self._now
+        self._now += 1
+
+    def correct(self, rank: int, report: PrefixReport) -> None:
+        """Notes what a rank reports of its cache; of prefixes that no request asked for, nothing.
+
+        A report that comes too late, of a rank that is gone, means nothing.
+        """
+        if rank not in self._num_pending:
+            return
+        if report.is_flushed:
+            self.forget_prefixes(rank)
+        uses, now, flushed = self._uses, self._now, self._flushed[rank]
+        for key in report.forgotten:
+            if (ranks := uses.get(key)) is not None:
+                ranks.pop(rank, None)
+        for key in report.known:
+            if (ranks := uses.get(key)) is not None and ranks.get(rank, flushed) <= flushed:
+                ranks[rank] = now
 
     # ---- below ---------------------------------------------------------------------------------
 
@@ -126,25 +148,32 @@ class RoutingTable:
         return best
 
     def _free_score(self, rank: int) -> float:
-        num_free = max(0, self._max_requests - self._num_pending[rank])
+        """Below zero where requests wait, which megatron-core does not tell apart from a full rank."""
+        num_free = self._max_requests - self._num_pending[rank]
         return (1.0 - self._alpha) * num_free / self._max_requests
 
     def _deepest(self, keys: list[bytes]) -> tuple[int, dict[int, int]]:
         """Gives how many blocks of the prompt some rank has, and the ranks that have so many.
 
-        A prefix is never forgotten before what follows it, so the first unknown key ends the search.
+        Nothing is had without what it follows, so the first key that no rank has ends the search.
         """
-        depth, uses = 0, dict[int, int]()
-        for depth_of_key, key in enumerate(keys, 1):
-            ranks = self._uses.get(key)
-            if ranks is None:
+        depth, uses = 0, self._uses
+        for key in keys:
+            if not uses.get(key):
                 break
-            depth, uses = depth_of_key, ranks
-        return depth, uses
+            depth += 1
+        for left in range(depth, 0, -1):
+            ranks = uses[keys[left - 1]]
+            flushed = [rank for rank, use in ranks.items() if use <= self._flushed[rank]]
+            for rank in flushed:
+                del ranks[rank]
+            if ranks:
+                return left, ranks
+        return 0, {}
 
     def _remember(self, rank: int, keys: list[bytes]) -> None:
         """Notes a use of the keys, the last of them first: it is forgotten first, too."""
-        uses, now = self._uses, self._num_routed
+        uses, now = self._uses, self._now
         for key in reversed(keys):
             ranks = uses.get(key)
             if ranks is None:

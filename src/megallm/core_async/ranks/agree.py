@@ -1,7 +1,7 @@
 """What all ranks of a model decide together before any starts: the limits, or why there is no engine."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import Struct, structs
@@ -18,46 +18,80 @@ _MAX_MESSAGE = MAX_RECORD // 4
 _LEAST = ("num_blocks", "max_requests", "max_sequence_length", "max_held_blocks")
 """Limits that depend on the memory that is free: the least of any rank holds for all."""
 
+_OWN = ("sampling_seed",)
+"""What each replica has for itself."""
+
 
 class _Offer(Struct, frozen=True, array_like=True):
-    """One rank's limits: those of `_LEAST`, and a digest of the rest."""
+    """One rank's limits: those of `_LEAST`, and a digest of the rest; or what it raised."""
 
     limits: tuple[int, ...] = ()
     rest: bytes = b""
     fault: Fault | None = None
 
 
-def agreed(ranks: Ranks | None, derive: Callable[[], EngineConfig]) -> EngineConfig:
+def agreed(groups: Sequence[Ranks], derive: Callable[[], EngineConfig]) -> EngineConfig:
     """Gives the limits that every rank can keep. All ranks call it, and return or raise together.
 
-    The cache has as many blocks as the rank with the least memory free holds.
+    `groups`: those that this rank is in, in the same order on all: first the ranks of its replica, then
+    those of its place in every replica. The cache has as many blocks as the rank with the least memory holds.
     Raises: what `derive` raises on this rank; RankLostError naming another rank that raised;
     ValueError where ranks were given different settings.
     """
-    if ranks is None:
-        return derive()
+    config: EngineConfig | None = None
+    error: Exception | None = None
     try:
         config = derive()
-    except Exception as error:
+    except Exception as raised:  # noqa: BLE001 - the other ranks have to hear of whatever it is
+        error = raised
+    for ranks in groups:
+        offers = [
+            msgspec.msgpack.decode(record, type=_Offer) for record in ranks.exchange(_offered(config, error))
+        ]
+        if config is None:
+            continue
+        error = _fault_of(ranks.names, offers)
+        config = None if error is not None else _least(config, offers)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
+    assert config is not None, "neither limits nor an error"
+    return config
+
+
+def _offered(config: EngineConfig | None, error: Exception | None) -> bytes:
+    if config is None:
+        assert error is not None, "neither limits nor an error"
         fault = fault_of(error)
-        ranks.exchange(_encoded(_Offer(fault=Fault(fault.kind, fault.message[:_MAX_MESSAGE]))))
-        raise
-    rest = msgspec.msgpack.encode(structs.replace(config, **dict.fromkeys(_LEAST, 0)))
-    offer = _Offer(tuple(getattr(config, name) for name in _LEAST), hashlib.sha256(rest).digest())
-    offers = [msgspec.msgpack.decode(record, type=_Offer) for record in ranks.exchange(_encoded(offer))]
-    for name, other in zip(ranks.names, offers, strict=True):
-        if other.fault is not None:
-            why = other.fault.message
-            raise RankLostError(f"rank {name} did not start: {why}") from error_of(other.fault)
-    for name, other in zip(ranks.names, offers, strict=True):
-        if other.rest != offers[0].rest:
-            raise ValueError(
-                f"rank {name} was given other settings than rank {ranks.names[0]}; give every rank of a model"
+        offer = _Offer(fault=Fault(fault.kind, fault.message[:_MAX_MESSAGE]))
+    else:
+        shared = structs.replace(config, **dict.fromkeys((*_LEAST, *_OWN), 0))
+        rest = hashlib.sha256(msgspec.msgpack.encode(shared)).digest()
+        offer = _Offer(tuple(getattr(config, name) for name in _LEAST), rest)
+    return msgspec.msgpack.encode(offer)
+
+
+def _fault_of(names: Sequence[int], offers: list[_Offer]) -> Exception | None:
+    """Gives why these ranks do not start."""
+    for name, offer in zip(names, offers, strict=True):
+        if offer.fault is not None:
+            cause = error_of(offer.fault)
+            if isinstance(cause, RankLostError):
+                return cause  # it says already which rank
+            error = RankLostError(f"rank {name} did not start: {offer.fault.message}")
+            error.__cause__ = cause
+            return error
+    for name, offer in zip(names, offers, strict=True):
+        if offer.rest != offers[0].rest:
+            return ValueError(
+                f"rank {name} was given other settings than rank {names[0]}; give every rank of a model"
                 " the same inference_config and arguments"
             )
-    least = [min(values) for values in zip(*(other.limits for other in offers), strict=True)]
+    return None
+
+
+def _least(config: EngineConfig, offers: list[_Offer]) -> EngineConfig:
+    least = [min(values) for values in zip(*(offer.limits for offer in offers), strict=True)]
     return structs.replace(config, **dict(zip(_LEAST, least, strict=True)))
-
-
-def _encoded(offer: _Offer) -> bytes:
-    return msgspec.msgpack.encode(offer)

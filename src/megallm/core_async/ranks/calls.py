@@ -10,8 +10,9 @@ from typing import ClassVar
 from megallm.core_async.engine import Engine
 from megallm.core_async.errors import ActorGone, LifecycleError
 from megallm.core_async.ranks.follower import Follower
-from megallm.core_async.ranks.leader import Leader
-from megallm.core_async.transport.frames import fault_of
+from megallm.core_async.ranks.replica import Replica
+from megallm.core_async.ranks.together import Together
+from megallm.core_async.transport.frames import Fault, fault_of
 from megallm.core_async.transport.rank_frames import CallEnded
 
 
@@ -56,30 +57,50 @@ class Calls:
 class LeaderCalls(Calls):
     """The same where other ranks follow: they return with this one, with what it raised."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, others: list[Together]) -> None:
+        """`others`: whom this rank leads, all of them once the engine has started."""
         super().__init__(engine)
-        self.leader: Leader | None = None
-        """Known once the engine has started."""
+        self.others = others
 
     async def _together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
         self._engine.check_alive()
-        leader = self.leader
-        assert leader is not None, "the engine runs without a leader"
-        number = leader.calls.next_number()
+        numbers = [other.calls.next_number() for other in self.others]
+        fault: Fault | None = None
         try:
-            await leader.calls.gathered(number, name)
+            for other, number in zip(self.others, numbers, strict=True):
+                await other.calls.gathered(number, name)
             await call()
         except ActorGone as gone:
             error = self._engine.error()
+            fault = fault_of(error)
             raise error from error.__cause__ or gone
         except Exception as error:
-            leader.to_all(CallEnded(number, fault_of(error)))
+            fault = fault_of(error)
             raise
         except BaseException:
-            given_up = LifecycleError(f"the leader's {name}() was cancelled")
-            leader.to_all(CallEnded(number, fault_of(given_up)))
+            fault = fault_of(LifecycleError(f"the leader's {name}() was cancelled"))
             raise
-        leader.to_all(CallEnded(number))
+        finally:
+            for other, number in zip(self.others, numbers, strict=True):
+                other.to_all(CallEnded(number, fault))
+
+
+class ReplicaCalls(LeaderCalls):
+    """The calls of a rank that leads a replica, and follows the coordinator."""
+
+    follows: ClassVar[bool] = True
+
+    def __init__(self, engine: Replica, others: list[Together]) -> None:
+        super().__init__(engine, others)
+        self._replica = engine
+
+    async def wait_for_leader(self) -> None:
+        """See Calls."""
+        await self._replica.wait_for_leader()
+
+    async def _together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+        del call  # the coordinator makes it, once all replicas' programs have
+        await super()._together(name, lambda: self._replica.call_made(name))
 
 
 class FollowerCalls(Calls):

@@ -4,6 +4,7 @@ An `Engine` that has a worker and, in place of scheduler and pump, the socket to
 program pair with those of the leader's.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -27,14 +28,13 @@ from megallm.core_async.messages import FollowStep, NewRequest, ReleaseCache, Re
 from megallm.core_async.plan.phases import Phase
 from megallm.core_async.protocols import Runner, Tokenizer
 from megallm.core_async.ranks.blame import RankWorker
-from megallm.core_async.ranks.together import SHUTDOWN
+from megallm.core_async.ranks.together import SHUTDOWN, MadeCalls
 from megallm.core_async.ranks.watch import STEP_S, Watch
 from megallm.core_async.transport.frames import error_of, fault_of
 from megallm.core_async.transport.rank_frames import (
     AskWhere,
     CacheChanged,
     CallEnded,
-    CallMade,
     ChangeCache,
     End,
     Failed,
@@ -72,11 +72,7 @@ class Follower(Engine):
         self._own_name = ranks.names[ranks.place]
         self._step_s = step_s
         self._leader: RankStream[FromLeader] | None = None
-        self._next_number = 0
-        self._calls: dict[int, Reply[None]] = {}
-        """Of this rank's program, by number."""
-        self._early: dict[int, CallEnded] = {}
-        """Of calls that the leader has given up before this rank made them."""
+        self._calls = MadeCalls(self._tell)
 
     # ---- running -------------------------------------------------------------------------------
 
@@ -88,7 +84,7 @@ class Follower(Engine):
         try:
             await super().run(task_status=task_status)
         finally:
-            self._fail_calls()
+            self._calls.fail(self.error)
             if self._leader is not None:
                 self._leader.close()
 
@@ -107,8 +103,11 @@ class Follower(Engine):
     async def _start(self, supervisor: Supervisor) -> None:
         records = await anyio.to_thread.run_sync(self._ranks.exchange, b"", abandon_on_cancel=True)
         meeting = msgspec.msgpack.decode(records[0], type=Meeting)
-        leader = self._leader = await connect(meeting, self._ranks.place, self._ranks.names[0])
+        leader = self._leader = await connect(
+            meeting, self._ranks.place, self._ranks.names[0], FromLeader.__value__
+        )
         self._watch = Watch([leader], self._own_name, step_s=self._step_s)
+        self._calls_watch = Watch([leader], self._own_name, step_s=math.inf)
         await supervisor.start("to the leader", leader.flush)
         try:
             await supervisor.start("worker", self._rank_worker.run)
@@ -118,6 +117,7 @@ class Follower(Engine):
         leader.put(Started())
         await supervisor.start("from the leader", partial(self._read, leader))
         await supervisor.start("jobs", partial(self._do_jobs, leader))
+        await supervisor.start("calls", partial(self._calls.awaited.watch, self._calls_watch))
         await self._has_gone_on.wait()
 
     def _report(self, failure: RankLostError) -> None:
@@ -125,8 +125,11 @@ class Follower(Engine):
         self.post(partial(self._tell_failure, failure))
 
     def _tell_failure(self, failure: RankLostError) -> None:
+        self._tell(Failed(fault_of(failure)))
+
+    def _tell(self, frame: Struct) -> None:
         if self._leader is not None:
-            self._leader.put(Failed(fault_of(failure)))
+            self._leader.put(frame)
 
     # ---- the leader ----------------------------------------------------------------------------
 
@@ -144,11 +147,12 @@ class Follower(Engine):
             case RunStep() | ChangeCache():
                 self._order(frame)
             case CallEnded():
-                self._end_call(frame)
+                self._calls.end(frame)
             case AskWhere():
                 leader.put(Here(self._num_done))
             case Here(num_steps):
                 self._watch.answered(leader.name, num_steps)
+                self._calls_watch.answered(leader.name, num_steps)
             case Go():
                 self._has_gone_on.set()
             case End(fault):
@@ -171,18 +175,6 @@ class Follower(Engine):
                 job = _Job(worker.send(change), CacheChanged())
         self._jobs.append(job)
         self._has_jobs.set()
-
-    def _end_call(self, ended: CallEnded) -> None:
-        if ended.number >= self._next_number:
-            self._early[ended.number] = ended
-            return
-        reply = self._calls.pop(ended.number, None)
-        if reply is None:
-            return  # it was cancelled here
-        if ended.fault is None:
-            reply.set(None)
-        else:
-            reply.fail(error_of(ended.fault))
 
     async def _do_jobs(self, leader: RankStream[FromLeader], *, task_status: TaskStatus[None]) -> None:
         """Waits for what the worker does, in order; the leader is watched meanwhile."""
@@ -207,28 +199,13 @@ class Follower(Engine):
         Raises: what the leader's call raised; EngineStoppedError, EngineDeadError.
         """
         self.check_alive()
-        reply = Reply[None]()
-        self._calls[self._next_number] = reply
-        self._say_made(name)
-        await reply.wait()
+        await self._calls.made(name).wait()
 
     async def wait_for_leader(self) -> None:
         """Waits until the leader has shut down, or anything else has ended the engine."""
         if self._is_started and not self._has_ended.is_set():
-            self._say_made(SHUTDOWN)
+            self._calls.made(SHUTDOWN)
             await self._has_ended.wait()
-
-    def _say_made(self, name: str) -> None:
-        assert self._leader is not None, "a call before the start"
-        number, self._next_number = self._next_number, self._next_number + 1
-        self._leader.put(CallMade(number, name))
-        early = self._early.pop(number, None)
-        if early is not None:
-            self._end_call(early)
-
-    def _fail_calls(self) -> None:
-        while self._calls:
-            self._calls.popitem()[1].fail(self.error())
 
     @property
     def phase(self) -> Phase:

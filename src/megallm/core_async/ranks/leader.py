@@ -73,12 +73,13 @@ class Leader:
         why: Callable[[], Exception],
         *,
         host: str | None = None,
+        port: int | None = None,
         step_s: float = STEP_S,
     ) -> None:
-        """`why` gives what has ended the engine, where that was no rank; `host`: to listen on."""
+        """`why` gives what has ended the engine, where that was no rank; `host`, `port`: to listen on."""
         self._ranks = ranks
         self._why = why
-        self._host = host
+        self._host, self._port = host, port
         self._step_s = step_s
         self._name = ranks.names[0]
         self._own = RankWorker(runner, self._name, lambda _: None)
@@ -163,11 +164,11 @@ class Leader:
         that was lost; what the start of this one raised.
         """
         try:
-            place = MeetingPlace(self._host)
+            place = MeetingPlace(self._host, self._port)
             try:
                 record = msgspec.msgpack.encode(place.meeting)
                 await anyio.to_thread.run_sync(self._ranks.exchange, record, abandon_on_cancel=True)
-                self._streams = await place.followers(self._ranks.names)
+                self._streams = await place.others(self._ranks.names, FromFollower.__value__)
             finally:
                 place.close()
             async with Supervisor(self._fail) as supervisor:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
 import anyio
+from anyio.abc import TaskStatus
 from msgspec import Struct
 
 from megallm.core_async.errors import RankLostError
@@ -79,5 +80,35 @@ class Watch:
             await self._all_answered.wait()
             return
         raise RankLostError(
-            f"rank {min(self._silent)} is lost: a step takes long, and it has not answered for {ANSWER_S:g} s"
+            f"rank {min(self._silent)} is lost: it was asked whether it is there, and has not answered for"
+            f" {ANSWER_S:g} s"
         )
+
+
+class Awaited:
+    """What is awaited of one peer, which is watched while that is anything."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._is_some = anyio.Event()
+        self._is_none = anyio.Event()
+
+    def set(self, count: int) -> None:
+        """Notes how much is awaited now."""
+        had, self._count = self._count, count
+        if count and not had:
+            self._is_some.set()
+            self._is_none = anyio.Event()
+        elif had and not count:
+            self._is_none.set()
+            self._is_some = anyio.Event()
+
+    async def watch(self, watch: Watch, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Asks the peer whether it is there, now and then while something is awaited.
+
+        Raises: RankLostError when it is not.
+        """
+        task_status.started()
+        while True:
+            await self._is_some.wait()
+            await watch.wait_for(self._is_none.wait, 0)

@@ -16,12 +16,13 @@ from megallm.core_async.errors import (
     InvalidRequestError,
     LifecycleError,
     MegaLLMError,
+    NoProfilerError,
     RankLostError,
     UnsupportedModelError,
 )
 from megallm.core_async.messages import EngineStats, NewRequest, RequestId, TokenBatch
 
-type LifecycleCall = Literal["pause", "unpause", "suspend", "resume"]
+type EngineCall = Literal["pause", "unpause", "suspend", "resume", "profile"]
 
 # ---- from a front end --------------------------------------------------------------------------
 
@@ -44,11 +45,12 @@ class CloseRequests(Struct, frozen=True, tag=True, array_like=True):
 
 
 class CallEngine(Struct, frozen=True, tag=True, array_like=True):
-    """Make a call of the lifecycle; `mode` is of `pause` alone."""
+    """Make one of an administrator's calls."""
 
     call: int
-    method: LifecycleCall
-    mode: str = "keep"
+    method: EngineCall
+    argument: str = ""
+    """The mode of `pause`, the action of `profile`."""
 
 
 class AbortElsewhere(Struct, frozen=True, tag=True, array_like=True):
@@ -140,6 +142,7 @@ _KINDS: Final[dict[str, type[Exception]]] = {
         EngineStoppedError,
         InvalidRequestError,
         LifecycleError,
+        NoProfilerError,
         RankLostError,
         UnsupportedModelError,
         ValueError,

@@ -1,6 +1,6 @@
-"""The sockets between the leader of some ranks and the others: who connects, and frames each way.
+"""The sockets between one rank and those that it leads or gives work: who connects, and frames each way.
 
-The leader listens on loopback unless a host is named; where, and the secret that a rank proves itself
+The one listens on loopback unless a host is named; where, and the secret that a rank proves itself
 with, travels over torch.distributed, to ranks of this job alone. Knows frames; knows no step and no model.
 """
 
@@ -20,7 +20,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from megallm.core_async.errors import RankLostError
 from megallm.core_async.transport.byte_stream import ByteStream
 from megallm.core_async.transport.framing import LENGTH_BYTES, FrameError, FrameReader, FrameWriter
-from megallm.core_async.transport.rank_frames import FromFollower, FromLeader, Join
+from megallm.core_async.transport.rank_frames import Join
 
 log = logging.getLogger(__name__)
 
@@ -138,12 +138,13 @@ def encoded(frame: msgspec.Struct) -> bytearray:
     return writer.take()
 
 
-class _Joined:
+class _Joined[T]:
     """Who has come: owner of their streams until all have."""
 
-    def __init__(self, names: Sequence[int]) -> None:
+    def __init__(self, names: Sequence[int], kinds: Any) -> None:  # Any: a union of Structs
         self._names = names
-        self.streams: dict[int, RankStream[FromFollower]] = {}
+        self._kinds = kinds
+        self.streams: dict[int, RankStream[T]] = {}
         self.num_strangers = 0
         """Connections that have not said who they are."""
         self.all_here = anyio.Event()
@@ -158,7 +159,7 @@ class _Joined:
         if place is None or not 0 < place < len(self._names) or place in self.streams:
             log.warning("a connection came that is none of this engine's ranks; it was closed")
             return False
-        self.streams[place] = RankStream(sock, self._names[place], FromFollower.__value__)
+        self.streams[place] = RankStream(sock, self._names[place], self._kinds)
         if not self.missing:
             self.all_here.set()
         return True
@@ -172,21 +173,27 @@ class _Joined:
 class MeetingPlace:
     """Owns the leader's listening socket, until all have come."""
 
-    def __init__(self, host: str | None) -> None:
-        """Listens on a port that the system chooses; `host` None is loopback.
+    def __init__(self, host: str | None, port: int | None = None) -> None:
+        """Listens; `host` None is loopback, `port` None is one that the system chooses.
 
+        So is another, and a warning says so, where the port is taken.
         Raises: OSError when the host is none of this machine's.
         """
-        self._listener = _listening(host or LOOPBACK)
+        self._listener = _listening(host or LOOPBACK, port or 0)
         address, bound_port = self._listener.getsockname()[:2]
         self.meeting = Meeting(host=address, port=bound_port, secret=secrets.token_bytes(32))
 
-    async def followers(self, names: Sequence[int]) -> list[RankStream[FromFollower]]:
-        """Waits for every rank but the leader, and gives them in order. Closes the listening socket.
+    async def others[T](
+        self,
+        names: Sequence[int],
+        kinds: Any,  # Any: a union of Structs, as below
+    ) -> list[RankStream[T]]:
+        """Waits for every rank but the first, and gives them in order. Closes the listening socket.
 
-        `names`: the global ranks by place. Raises: RankLostError naming who did not come.
+        `names`: the global ranks by place; `kinds`: of the frames that they send, all the T there are.
+        Raises: RankLostError naming who did not come.
         """
-        joined = _Joined(names)
+        joined = _Joined[T](names, kinds)
         try:
             with anyio.move_on_after(CONNECT_S):
                 async with anyio.create_task_group() as tasks:
@@ -203,7 +210,7 @@ class MeetingPlace:
             raise RankLostError(f"ranks {joined.missing} did not connect within {CONNECT_S:g} s")
         return [stream for _, stream in sorted(joined.streams.items())]
 
-    async def _accept(self, tasks: TaskGroup, joined: "_Joined") -> None:
+    async def _accept[T](self, tasks: TaskGroup, joined: "_Joined[T]") -> None:
         """Takes connections, and lets each say who it is: a silent one keeps no rank waiting."""
         while True:
             await anyio.wait_readable(self._listener)
@@ -214,7 +221,7 @@ class MeetingPlace:
             joined.num_strangers += 1
             tasks.start_soon(self._admit, sock, joined)
 
-    async def _admit(self, sock: socket.socket, joined: "_Joined") -> None:
+    async def _admit[T](self, sock: socket.socket, joined: "_Joined[T]") -> None:
         """Takes a connection in, if it is one of ours that has not come yet."""
         stream = ByteStream(sock)
         place = None
@@ -242,8 +249,13 @@ class MeetingPlace:
         self._listener.close()
 
 
-async def connect(meeting: Meeting, place: int, leader: int) -> RankStream[FromLeader]:
-    """Connects a rank to its leader, whose global rank is `leader`.
+async def connect[T](
+    meeting: Meeting,
+    place: int,
+    leader: int,
+    kinds: Any,  # Any: a union of Structs
+) -> RankStream[T]:
+    """Connects a rank to the one that listens, whose global rank is `leader`; `kinds`: that one sends.
 
     Raises: RankLostError when that can't be reached.
     """
@@ -264,9 +276,21 @@ async def connect(meeting: Meeting, place: int, leader: int) -> RankStream[FromL
     if error:
         where = f"{meeting.host} port {meeting.port}"
         raise RankLostError(f"rank {leader} is not reached at {where}: {os.strerror(error)}")
-    stream = RankStream[FromLeader](sock, leader, FromLeader.__value__)
+    stream = RankStream[T](sock, leader, kinds)
     stream.put(Join(place, meeting.secret))
     return stream
+
+
+def address_towards(host: str) -> str:
+    """Gives the address of this machine that packets to a host leave from. Nothing is sent.
+
+    Raises: OSError when the host is not known, or not reached from here.
+    """
+    family, _, _, _, address = _resolved(host, 1)
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(address)
+        own: str = sock.getsockname()[0]
+    return own
 
 
 async def _exactly(stream: ByteStream, num_bytes: int) -> bytes:
@@ -284,14 +308,19 @@ def _resolved(host: str, port: int) -> Any:  # Any: an address is a tuple of the
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
 
 
-def _listening(host: str) -> socket.socket:
-    family, _, _, _, address = _resolved(host, 0)
+def _listening(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = _resolved(host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
+        if port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's may linger
         sock.bind(address)
         sock.listen()
-    except BaseException:
+    except OSError as error:
         sock.close()
-        raise
+        if not port or error.errno != errno.EADDRINUSE:
+            raise
+        log.warning("coordinator_port %d is taken; listening on another one", port)
+        return _listening(host, 0)
     return sock

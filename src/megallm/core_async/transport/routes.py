@@ -138,11 +138,16 @@ class Routes:
 
 def shifted(batch: TokenBatch, by_s: float) -> TokenBatch:
     """Gives a batch whose times are those of another clock, `by_s` ahead."""
-    finished = [
-        structs.replace(each, events=tuple((what, time_s + by_s) for what, time_s in each.events))
-        for each in batch.finished
-    ]
-    return structs.replace(batch, time_s=batch.time_s + by_s, finished=finished)
+
+    def moved(events: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
+        return tuple((what, time_s + by_s) for what, time_s in events)
+
+    return structs.replace(
+        batch,
+        time_s=batch.time_s + by_s,
+        started=[structs.replace(each, events=moved(each.events)) for each in batch.started],
+        finished=[structs.replace(each, events=moved(each.events)) for each in batch.finished],
+    )
 
 
 def _places_by_owner(requests: list[RequestId]) -> dict[int, list[int]]:

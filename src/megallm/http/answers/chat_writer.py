@@ -7,7 +7,7 @@ from megallm.http.answers.exact_tokens import ending_fields, token_fields
 from megallm.http.answers.generation import Generation
 from megallm.http.answers.log_probs import chat_entries, finite
 from megallm.http.answers.replies import now, response_id
-from megallm.http.answers.sse import frame
+from megallm.http.answers.sse import ChunkFrames, frame
 from megallm.http.bodies.schema_chat import ChatRequest
 from megallm.http.parsers.pieces import (
     Content,
@@ -49,6 +49,7 @@ class ChatWriter:
         """`is_named`: the request names the tool to call, which the finish reason does not repeat."""
         self._id, self._created = response_id("chatcmpl"), now()
         self._model = service.settings.model_name
+        self._chunks = ChunkFrames(self._head("chat.completion.chunk"))
         self._vocabulary = service.vocabulary
         self._generation = generation
         self._num_top = request.top_logprobs or 0
@@ -96,7 +97,7 @@ class ChatWriter:
             first: JsonObject = {"index": index, "delta": {"role": "assistant", "content": ""}}
             if self._returns_token_ids:
                 first["prompt_token_ids"] = self._generation.choices[index].prompt
-            frames.append(self._chunk({**first, "logprobs": None, "finish_reason": None}))
+            frames.append(self._chunks.chunk({**first, "logprobs": None, "finish_reason": None}))
         if delta.log_probs is not None:
             stream.log_probs += self._entries(delta)
         stream.token_ids += delta.token_ids
@@ -106,13 +107,13 @@ class ChatWriter:
         for piece in self._kept(pieces):
             stream.has_calls |= isinstance(piece, ToolCallStart)
             news = {"index": index, "delta": _delta_of(piece), **self._taken(stream), "finish_reason": None}
-            frames.append(self._chunk(news))
+            frames.append(self._chunks.chunk(news))
         if delta.finish_reason is not None:
             reason = self._finish_reason(delta.finish_reason, has_calls=stream.has_calls)
             ending = {"finish_reason": reason, "stop_reason": delta.stop_reason}
             fields = ending_fields(self._generation.streamed(index))
             frames.append(
-                self._chunk({"index": index, "delta": {}, **self._taken(stream), **ending, **fields})
+                self._chunks.chunk({"index": index, "delta": {}, **self._taken(stream), **ending, **fields})
             )
         return b"".join(frames)
 
@@ -120,9 +121,6 @@ class ChatWriter:
         """Gives the frame of the token counts."""
         usage = self._generation.usage.as_json()
         return frame({**self._head("chat.completion.chunk"), "choices": [], "usage": usage})
-
-    def _chunk(self, choice: JsonObject) -> bytes:
-        return frame({**self._head("chat.completion.chunk"), "choices": [choice]})
 
     def _taken(self, stream: _Streamed) -> JsonObject:
         """Gives the log-probs and tokens that were not sent yet, with the next text that is."""

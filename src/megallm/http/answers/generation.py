@@ -4,7 +4,7 @@ Knows requests, deltas and completions; knows no JSON and no route.
 """
 
 import functools
-from collections import Counter
+import time
 
 import anyio
 import msgspec
@@ -18,6 +18,7 @@ from megallm.core_async.kit.outbox import Outbox
 from megallm.core_async.messages import Completion, Delta, RequestId
 from megallm.core_async.streaming import joined
 from megallm.http.answers.gathered import Gathered
+from megallm.http.answers.outcome import Outcome, queue_s_of
 from megallm.http.answers.spelled_text import SpelledText, spelling_detokenizer
 from megallm.http.bodies.sampling import RequestParams, for_choices, refused_params
 from megallm.http.errors import RequestError
@@ -43,23 +44,6 @@ class Asked(Struct, frozen=True):
 
     param: str
     num_tokens: int
-
-
-class Usage(Struct):
-    """The token counts of a request; each prompt counts once, however many choices it has."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-    def as_json(self) -> dict[str, object]:
-        """Gives the object that responses carry."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
 
 
 async def prepare(
@@ -125,7 +109,8 @@ class Generation:
     ) -> None:
         """`spelled`: the texts of the choices with their special tokens, where those are to be shown."""
         self.choices = choices
-        self.usage = Usage()
+        self._outcome = Outcome()
+        self.usage = self._outcome.usage
         self._service = service
         self._exchange = exchange
         self._n = n
@@ -134,7 +119,6 @@ class Generation:
         self._outbox: Outbox[Parcel] | None = None
         self._indexes: dict[RequestId, int] = {}
         self._open = {choice.index for choice in choices}
-        self._reasons = Counter[str]()
         self._has_begun = False
         self._began_s = 0.0
         self._held: dict[int, Delta] = {}
@@ -227,12 +211,13 @@ class Generation:
 
     def _ripe(self) -> dict[int, Delta]:
         """Takes what is long enough to be sent, or the last of its choice."""
+        if self._interval == 1:
+            ripe, self._held = self._held, {}
+            return ripe
         ripe = {
             index: delta
             for index, delta in self._held.items()
-            if delta.finish_reason is not None
-            or len(delta.token_ids) >= self._interval
-            or self._interval == 1
+            if delta.finish_reason is not None or len(delta.token_ids) >= self._interval
         }
         for index in ripe:
             del self._held[index]
@@ -242,37 +227,37 @@ class Generation:
         elapsed_s = anyio.current_time() - self._began_s
         num = len(completion.token_ids)
         first_s, last_s = completion.first_token_s, completion.last_token_s
-        queue_s = None
         if first_s is not None and last_s is not None:  # the engine's clock: only spans mean anything
-            self._service.metrics.first_token(max(elapsed_s - (last_s - first_s), 0.0))
+            self._note_first_token(max(elapsed_s - (last_s - first_s), 0.0))
             if num > 1:
                 self._service.metrics.tokens(num - 1, last_s - first_s)
-            admitted_s = _admitted_s(completion.events)
-            queue_s = None if admitted_s is None else max(elapsed_s - (last_s - admitted_s), 0.0)
-        self._note_end(index, completion, queue_s)
+        self._note_end(index, completion)
 
     def _note_delta(self, index: int, delta: Delta) -> None:
-        gathered, now, num = self._gathered[index], anyio.current_time(), len(delta.token_ids)
+        gathered, now_s, num = self._gathered[index], time.perf_counter(), len(delta.token_ids)
         if num and gathered.last_s is None:
-            self._service.metrics.first_token(now - self._began_s)
-        elif num and gathered.last_s is not None:
-            self._service.metrics.tokens(num, now - gathered.last_s)
-        gathered.add(delta, now)
+            self._note_first_token(anyio.current_time() - self._began_s)
+        elif num and gathered.last_s is not None:  # of two deltas, so any clock will do, and this is quick
+            self._service.metrics.tokens(num, now_s - gathered.last_s)
+        gathered.add(delta, now_s)
         if delta.finish_reason is not None:
-            self._note_end(index, gathered.completion(), None)
+            self._note_end(index, gathered.completion())
 
-    def _note_end(self, index: int, completion: Completion, queue_s: float | None) -> None:
-        reason, num_tokens = completion.finish_reason, len(completion.token_ids)
-        self.usage.completion_tokens += num_tokens
+    def _note_first_token(self, seconds: float) -> None:
+        self._service.metrics.first_token(seconds)
+        self._outcome.add_first_token(seconds)
+
+    def _note_end(self, index: int, completion: Completion) -> None:
         if index % self._n == 0:
             self.usage.cached_tokens += completion.num_cached_tokens
-        self._count_end(index, reason, num_tokens, queue_s)
-        if reason == "error":
+        queue_s = queue_s_of(completion.events, self._began_s)
+        self._count_end(index, completion.finish_reason, len(completion.token_ids), queue_s)
+        if completion.finish_reason == "error":
             raise RequestFailedError(f"request {self._exchange.request_id}: {completion.stop_reason}")
 
     def _count_end(self, index: int, reason: str, num_tokens: int, queue_s: float | None) -> None:
         self._open.discard(index)
-        self._reasons[reason] += 1
+        self._outcome.add_end(reason, num_tokens, queue_s)
         num_prompt = len(self.choices[index].prompt)
         elapsed_s = anyio.current_time() - self._began_s
         self._service.metrics.finished(reason, num_prompt, num_tokens, elapsed_s, queue_s)
@@ -281,12 +266,7 @@ class Generation:
         """Counts what is left of it when the exchange ends as aborted, and says how it went."""
         for index in sorted(self._open):
             self._count_end(index, "abort", len(self._gathered[index].token_ids), None)
-        self._exchange.noted |= {
-            "prompt_tokens": self.usage.prompt_tokens,
-            "cached_tokens": self.usage.cached_tokens,
-            "output_tokens": self.usage.completion_tokens,
-            "finished": dict(self._reasons),
-        }
+        self._exchange.noted |= self._outcome.as_noted()
 
 
 def _check_context(service: Service, prompts: list[list[int]], asked: Asked | None, subject: str) -> None:
@@ -331,8 +311,3 @@ def _nothing_generated(choice: Choice) -> Completion:
 
 def _nothing_to_stream(choice: Choice) -> Delta:
     return Delta("", [], finish_reason="length", request_id=choice.entry.request_id)
-
-
-def _admitted_s(events: tuple[tuple[str, float], ...]) -> float | None:
-    """Gives when a request first ran, on the engine's clock."""
-    return next((time_s for what, time_s in events if what == "add_context"), None)

@@ -50,6 +50,11 @@ def check_model(service: Service, name: str | None) -> None:
         )
 
 
+def note_model(service: Service, exchange: Exchange, name: str | None) -> None:
+    """Notes the model that a request names, known or not, for the log and the trace."""
+    exchange.noted["model"] = shortened(name or service.settings.model_name)
+
+
 def json_reply(value: object, status: int = 200) -> Response:
     """Gives a JSON response; NaN and infinity can't come out of it."""
     return Response(msgspec.json.encode(value), status, content_type="application/json")

@@ -5,8 +5,8 @@ Knows no API: a source says what the frames hold.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Protocol, Self
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol, Self
 
 import msgspec
 
@@ -14,6 +14,7 @@ from megallm.http.errors import error_object
 
 log = logging.getLogger(__name__)
 
+_ENCODER: Final = msgspec.json.Encoder()
 DONE = b"data: [DONE]\n\n"
 
 HEADERS = {
@@ -33,7 +34,19 @@ class Source(Protocol):
 
 def frame(event: object) -> bytes:
     """Gives an event as one frame."""
-    return b"data: %b\n\n" % msgspec.json.encode(event)
+    return b"data: %b\n\n" % _ENCODER.encode(event)
+
+
+class ChunkFrames:
+    """Writes one stream's chunks, which differ in their choice alone: the rest is made once."""
+
+    def __init__(self, head: Mapping[str, object]) -> None:
+        """`head`: the fields before `choices`."""
+        self._start = b'data: %b,"choices":[' % _ENCODER.encode(head)[:-1]
+
+    def chunk(self, choice: object) -> bytes:
+        """Gives a chunk of one choice as a frame."""
+        return b"%b%b]}\n\n" % (self._start, _ENCODER.encode(choice))
 
 
 def error_frame(error: BaseException) -> bytes:
@@ -44,12 +57,12 @@ def error_frame(error: BaseException) -> bytes:
 class EventStream:
     """The body of a streamed response, for one reader.
 
-    An error ends it with one error frame. However it is left, `on_close` is called once.
+    An error ends it with one error frame. However it is left, `on_close` is called once, with the error.
     """
 
-    def __init__(self, source: Source, on_close: Callable[[], None]) -> None:
+    def __init__(self, source: Source, on_close: Callable[[Exception | None], None]) -> None:
         self._source = source
-        self._on_close: Callable[[], None] | None = on_close
+        self._on_close: Callable[[Exception | None], None] | None = on_close
 
     def __aiter__(self) -> Self:
         return self
@@ -61,7 +74,7 @@ class EventStream:
         try:
             frames = await self._source.next_frames()
         except Exception as error:  # noqa: BLE001 - the status is sent: what failed can only be told in band
-            self._close()
+            self._close(error)
             return error_frame(error)
         except BaseException:
             self._close()
@@ -75,7 +88,7 @@ class EventStream:
         """Leaves the stream; waits for nothing."""
         self._close()
 
-    def _close(self) -> None:
+    def _close(self, error: Exception | None = None) -> None:
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
-            on_close()
+            on_close(error)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import override
 
 from msgspec import Struct
 
@@ -47,50 +48,56 @@ def _num_open(text: str, marker: str, start: int) -> int:
 
 
 class TextEnd:
-    """Finds where a text that grows first has a marker; each character is looked at once."""
+    """Finds where a text that comes in parts first has a marker; each character is looked at once."""
 
-    def __init__(self, marker: str, start: int = 0) -> None:
-        """`start`: where in the text to begin."""
+    def __init__(self, marker: str) -> None:
         self._marker = marker
-        self._seen = start
+        self._rest = ""
+        """The end of what came, which may go on as a marker."""
 
-    def find(self, text: str) -> int | None:
-        """Gives where the marker starts; None while it is not there. `text` is the one before, or longer."""
-        start = text.find(self._marker, self._seen)
-        self._seen = max(self._seen, len(text) - len(self._marker) + 1)
-        return start if start >= 0 else None
+    def find(self, part: str, start: int = 0) -> int | None:
+        """Gives where the first marker ends in this part; None while it is not there.
+
+        `start`: where to begin, in the first part.
+        """
+        assert not start or not self._rest, f"a later part is read from its beginning, not from {start}"
+        text, num_before = self._rest + part, len(self._rest)
+        end = self._end_in(text, start)
+        return None if end is None else end - num_before
+
+    def _end_in(self, text: str, start: int) -> int | None:
+        """Gives where the marker ends in a text; keeps the end of one that has none."""
+        found = text.find(self._marker, start)
+        if found >= 0:
+            return found + len(self._marker)
+        self._rest = text[max(start, len(text) - len(self._marker) + 1) :]
+        return None
 
 
-class JsonEnd:
+class JsonEnd(TextEnd):
     """The same, in JSON: a marker inside a string is a part of the string."""
 
-    def __init__(self, marker: str, start: int = 0) -> None:
-        """`start`: where in the text to begin."""
-        self._marker = marker
+    def __init__(self, marker: str) -> None:
+        super().__init__(marker)
         self._outside = re.compile(f'"|{re.escape(marker)}')
-        self._seen = start
         self._in_string = False
 
-    def find(self, text: str) -> int | None:
-        """Gives where the marker starts; None while it is not there. `text` is the one before, or longer."""
+    @override
+    def _end_in(self, text: str, start: int) -> int | None:
         while True:
-            if self._in_string:
-                match = _IN_STRING.search(text, self._seen)
-                if match is None:
-                    # a backslash at the very end waits for the character it escapes
-                    self._seen = len(text) - text.endswith("\\", self._seen)
-                    return None
-                self._seen = match.end()
-                self._in_string = match[0] != '"'
-                continue
-            match = self._outside.search(text, self._seen)
+            match = (_IN_STRING if self._in_string else self._outside).search(text, start)
             if match is None:
-                self._seen = max(self._seen, len(text) - len(self._marker) + 1)
+                # a backslash at the very end waits for the character it escapes
+                num_open = text.endswith("\\", start) if self._in_string else len(self._marker) - 1
+                self._rest = text[max(start, len(text) - num_open) :]
                 return None
-            if match[0] != '"':
-                return match.start()
-            self._seen = match.end()
-            self._in_string = True
+            start = match.end()
+            if self._in_string:
+                self._in_string = match[0] != '"'
+            elif match[0] == '"':
+                self._in_string = True
+            else:
+                return start
 
 
 _IN_STRING = re.compile(r'"|\\.', re.DOTALL)

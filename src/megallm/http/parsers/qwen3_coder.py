@@ -57,8 +57,8 @@ class Qwen3CoderSyntax:
     def _read_parameters(self, name: str, text: str) -> dict[str, Any] | None:
         types = self._types.get(name, {})
         arguments: dict[str, Any] = {}
-        at = 0
-        while text[at:].strip():
+        at, end = 0, len(text.rstrip())
+        while at < end:
             parameter = _PARAMETER.match(text, at)
             if parameter is None:
                 return None

@@ -36,7 +36,9 @@ class ReasoningParser:
         self._fills_content = fills_content
         self._read = self._read_begin
         self._text = ""
-        self._held = ""
+        self._blanks: list[str] = []
+        """What came before `_text`, while nothing but blanks has come."""
+        self._held: list[str] = []
         """Reasoning that may turn out to be the content."""
         self._has_content = False
 
@@ -49,24 +51,30 @@ class ReasoningParser:
         """Gives what was held back: the output has ended."""
         pieces: list[Piece] = []
         if self._read == self._read_begin:
-            self._read = self._read_reasoning if self._begins_inside else self._read_content
-            pieces = self._read()
+            pieces = self._begin_without()
         rest, self._text = self._text, ""
         pieces += self._content(rest) if self._read == self._read_content else self._reasoning(rest)
         if self._held:
-            pieces.append(Content(self._held))
+            pieces.append(Content("".join(self._held)))
         return pieces
 
     def _read_begin(self) -> list[Piece]:
         """Decides, once that is certain, whether the output begins with `<think>`."""
         stripped = self._text.lstrip()
+        if not stripped:
+            self._blanks.append(self._text)
+            self._text = ""
+            return []
         if stripped.startswith(BEGIN):
             self._text = stripped.removeprefix(BEGIN)
             self._read = self._read_reasoning
-        elif BEGIN.startswith(stripped):
-            return []
-        else:
-            self._read = self._read_reasoning if self._begins_inside else self._read_content
+            return self._read()
+        return [] if BEGIN.startswith(stripped) else self._begin_without()
+
+    def _begin_without(self) -> list[Piece]:
+        """Begins where there is no `<think>`, with the blanks that came before."""
+        self._text = "".join([*self._blanks, self._text])
+        self._read = self._read_reasoning if self._begins_inside else self._read_content
         return self._read()
 
     def _read_reasoning(self) -> list[Piece]:
@@ -90,12 +98,13 @@ class ReasoningParser:
 
     def _reasoning(self, text: str) -> list[Piece]:
         if self._fills_content:
-            self._held += text
+            if text:
+                self._held.append(text)
             return []
         return [Reasoning(text)] if text else []
 
     def _content(self, text: str) -> list[Piece]:
         if not text:
             return []
-        held, self._held = self._held, ""
+        held, self._held = "".join(self._held), []
         return [Reasoning(held), Content(text)] if held else [Content(text)]

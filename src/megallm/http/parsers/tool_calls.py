@@ -11,7 +11,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from megallm.http.parsers.markers import JsonEnd, MarkerFinder, TextEnd
+from megallm.http.parsers.markers import MarkerFinder, TextEnd
 from megallm.http.parsers.pieces import Content, Piece, ToolCallArguments, ToolCallStart
 
 
@@ -28,8 +28,8 @@ class Markers(Struct, frozen=True):
 
     start: str
     end: str
-    make_end: Callable[[str, int], TextEnd | JsonEnd] = TextEnd
-    """Makes what finds the end, of the end marker and of where to begin."""
+    make_end: Callable[[str], TextEnd] = TextEnd
+    """Makes what finds the end, of the end marker."""
 
 
 class CallSyntax(Protocol):
@@ -62,78 +62,76 @@ class ToolCallParser:
         self._make_id = make_id
         self._sections = {markers.start: markers for markers in syntax.sections}
         self._starts = MarkerFinder(tuple(self._sections))
-        self._text = ""
-        self._at = 0
-        """What comes before this place of the text was given; inside a section, where it starts."""
-        self._end: TextEnd | JsonEnd | None = None
+        self._held = ""
+        """Text that could begin a section."""
+        self._end: TextEnd | None = None
         """What finds the end of the section that the text is inside of."""
-        self._end_marker = ""
-        self._blanks = ""
+        self._section: list[str] = []
+        """The parts of that section so far; joined once, as a call may come in thousands."""
+        self._blanks: list[str] = []
         """Blanks at a place where they may be no content."""
         self._is_inside_content = False
         self._num_calls = 0
 
     def feed(self, text: str) -> list[Piece]:
         """Gives the pieces that are certain by now; a section is held back until its end."""
-        self._text += text
+        text, self._held = self._held + text, ""
         pieces: list[Piece] = []
-        while self._read_section(pieces) if self._end else self._read_content(pieces):
-            pass
-        self._drop_given()
+        at = 0
+        while at < len(text):
+            at = self._read_section(text, at, pieces) if self._end else self._read_content(text, at, pieces)
         return pieces
 
     def finish(self) -> list[Piece]:
         """Gives what was held back: the output has ended."""
         pieces: list[Piece] = []
         if self._end:
-            self._close_section(len(self._text), pieces)
-        self._add_content(self._text[self._at :], pieces)
+            self._close_section(pieces)
+        self._add_content(self._held, pieces)
         if not self._num_calls and self._blanks:
-            pieces.append(Content(self._blanks))
-        self._text, self._at, self._blanks = "", 0, ""
+            pieces.append(Content("".join(self._blanks)))
+        self._held, self._blanks = "", []
         return pieces
 
-    def _drop_given(self) -> None:
-        if not self._end:  # the place where its search goes on is one of the whole text
-            self._text, self._at = self._text[self._at :], 0
-
-    def _read_content(self, pieces: list[Piece]) -> bool:
-        """Gives what comes before the next section; True when there is one."""
-        found = self._starts.find(self._text, self._at)
+    def _read_content(self, text: str, at: int, pieces: list[Piece]) -> int:
+        """Gives what comes before the next section; returns how far it has read."""
+        found = self._starts.find(text, at)
         self._add_content(found.before, pieces)
-        self._at = found.end
         if found.marker is None:
-            return False
-        self._at -= len(found.marker)
+            self._held = text[found.end :]
+            return len(text)
         markers = self._sections[found.marker]
-        self._end, self._end_marker = markers.make_end(markers.end, found.end), markers.end
-        return True
+        self._section, self._end = [found.marker], markers.make_end(markers.end)
+        return found.end
 
-    def _read_section(self, pieces: list[Piece]) -> bool:
-        """Gives the section's calls; True when it has ended."""
+    def _read_section(self, text: str, at: int, pieces: list[Piece]) -> int:
+        """Gives the section's calls, once it has ended; returns how far it has read."""
         assert self._end
-        start = self._end.find(self._text)
-        if start is None:
-            return False
-        self._close_section(start + len(self._end_marker), pieces)
-        return True
+        end = self._end.find(text, at)
+        self._section.append(text[at:end])
+        if end is None:
+            return len(text)
+        self._close_section(pieces)
+        return end
 
-    def _close_section(self, end: int, pieces: list[Piece]) -> None:
-        section, self._at, self._end = self._text[self._at : end], end, None
+    def _close_section(self, pieces: list[Piece]) -> None:
+        section, self._section, self._end = "".join(self._section), [], None
         calls = self._syntax.read(section)
         if calls is None:
             self._add_content(section, pieces)
             return
-        self._blanks, self._is_inside_content = "", False
+        self._blanks, self._is_inside_content = [], False
         for call in calls:
             pieces.append(ToolCallStart(self._num_calls, self._make_id(), call.name))
             pieces.append(ToolCallArguments(self._num_calls, call.arguments))
             self._num_calls += 1
 
     def _add_content(self, text: str, pieces: list[Piece]) -> None:
+        if not text:
+            return
         if not self._is_inside_content:
-            text = self._blanks + text
-            self._is_inside_content = bool(text.strip())
-            self._blanks = "" if self._is_inside_content else text
-        if self._is_inside_content and text:
-            pieces.append(Content(text))
+            self._blanks.append(text)
+            if text.isspace():
+                return
+            text, self._blanks, self._is_inside_content = "".join(self._blanks), [], True
+        pieces.append(Content(text))

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 import msgspec
@@ -23,13 +23,18 @@ from anyio.abc import TaskStatus
 from megallm.core_async.errors import EngineDeadError
 from megallm.core_async.tokenizers import TokenizerAdapter
 from megallm.core_async.transport.byte_stream import ByteStream
+from megallm.core_async.transport.frames import ToFrontend
 from megallm.http.app import create_app
 from megallm.http.connections.app_server import AppServer, protocol_config
 from megallm.http.metrics import Metrics
 from megallm.http.processes.process import FrontendSetup
 from megallm.http.processes.remote_engine import RemoteEngine, Wire
 from megallm.http.processes.tokenizer_spec import build
+from megallm.http.tracing import tracing
 from megallm.http.traffic import Traffic
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 EXIT_OK: Final = 0
 EXIT_ENGINE_ENDED: Final = 1
@@ -63,41 +68,54 @@ async def serve(listener: socket.socket, engine: socket.socket) -> int:
     )
     tokenizer = TokenizerAdapter(build(setup.tokenizer))
     remote = RemoteEngine(wire, welcome, tokenizer.detokenize)
+    has_engine_ended = True
+    async with anyio.create_task_group() as tasks:
+        async with tracing(is_wanted=setup.settings.is_traced) as tracer:
+            server = _app_server(remote, tokenizer, setup, listener, tracer)
+            await tasks.start(_drain_on_signal, server, setup.drain_timeout_s)
+            tasks.start_soon(_end_with_engine, remote, early, server)
+            gc.collect()
+            gc.freeze()  # what is there now stays; the collector need not look at it again
+            remote.say_ready()
+            await server.run()
+            has_engine_ended = remote.has_ended.is_set()  # as it has once our own end of the socket is closed
+        tasks.cancel_scope.cancel()
+    return EXIT_ENGINE_ENDED if has_engine_ended else EXIT_OK
+
+
+def _app_server(
+    remote: RemoteEngine,
+    tokenizer: TokenizerAdapter,
+    setup: FrontendSetup,
+    listener: socket.socket,
+    tracer: "Tracer | None",
+) -> AppServer:
     traffic = Traffic()
-    directory = Path(setup.metrics_directory)
     app = create_app(
         remote,
         tokenizer,
         setup.settings,
         backend="asyncio",
-        metrics=Metrics(remote.stats, setup.settings.model_name, directory),
+        metrics=Metrics(remote.stats, setup.settings.model_name, Path(setup.metrics_directory)),
         traffic=traffic,
+        tracer=tracer,
     )
     server = AppServer(app, listener, protocol_config(setup.settings.bounds.max_header_bytes), traffic)
     remote.on_drain = server.begin_drain
     remote.on_abort = traffic.abort
+    return server
 
-    async def drain_on_signal(*, task_status: TaskStatus[None]) -> None:
-        with anyio.open_signal_receiver(signal.SIGTERM) as signals:
-            task_status.started()
-            async for _ in signals:
-                server.begin_drain(setup.drain_timeout_s)
 
-    async def end_with_engine() -> None:
-        await remote.run(early)
-        server.begin_drain(0.0)
+async def _drain_on_signal(server: AppServer, timeout_s: float, *, task_status: TaskStatus[None]) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+        task_status.started()
+        async for _ in signals:
+            server.begin_drain(timeout_s)
 
-    has_engine_ended = True
-    async with anyio.create_task_group() as tasks:
-        await tasks.start(drain_on_signal)
-        tasks.start_soon(end_with_engine)
-        gc.collect()
-        gc.freeze()  # what is there now stays; the collector need not look at it again
-        remote.say_ready()
-        await server.run()
-        has_engine_ended = remote.has_ended.is_set()  # as it has once our own end of the socket is closed
-        tasks.cancel_scope.cancel()
-    return EXIT_ENGINE_ENDED if has_engine_ended else EXIT_OK
+
+async def _end_with_engine(remote: RemoteEngine, early: Sequence[ToFrontend], server: AppServer) -> None:
+    await remote.run(early)
+    server.begin_drain(0.0)
 
 
 if __name__ == "__main__":

@@ -217,13 +217,15 @@ class Peer:
         try:
             match frame.method:
                 case "pause":
-                    await self._engine.pause(frame.mode)
+                    await self._engine.pause(frame.argument)
                 case "unpause":
                     await self._engine.unpause()
                 case "suspend":
                     await self._engine.suspend()
                 case "resume":
                     await self._engine.resume()
+                case "profile":
+                    await self._engine.profile(frame.argument)
         except (MegaLLMError, ValueError) as error:
             self._say(Answer(frame.call, self._engine.phase, fault_of(error)))
         else:

@@ -8,7 +8,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import assert_never
+from math import inf
+from typing import Final, assert_never
 
 import anyio
 from anyio.abc import TaskStatus
@@ -19,6 +20,7 @@ from megallm.core_async.errors import EngineDeadError, EngineStoppedError, Inval
 from megallm.core_async.kit.outbox import Outbox, Outboxes
 from megallm.core_async.kit.reply import Reply
 from megallm.core_async.messages import EngineStats, NewRequest, RequestId
+from megallm.core_async.plan.pace import Pace
 from megallm.core_async.plan.phases import Phase
 from megallm.core_async.step_times import StepTimes
 from megallm.core_async.transport.byte_stream import ByteStream
@@ -29,10 +31,10 @@ from megallm.core_async.transport.frames import (
     CallEngine,
     CloseRequests,
     Drain,
+    EngineCall,
     EngineEnded,
     EngineState,
     Fault,
-    LifecycleCall,
     Ready,
     StepOutput,
     SubmitRequests,
@@ -45,6 +47,8 @@ from megallm.core_async.transport.routes import request_ids, shifted
 
 log = logging.getLogger(__name__)
 
+STALL: Final = 2.0
+"""Intervals without a step after which streams' readers get what waits for one."""
 GONE = Fault(EngineDeadError.__name__, "the engine's process has gone")
 
 
@@ -114,7 +118,10 @@ class RemoteEngine:
         self._out = FrameWriter(max_frame_bytes)
         self._has_news = anyio.Event()
         self._outboxes = Outboxes[Parcel](self._wake)
-        self._detokenizer = Detokenizer(detokenize, self._outboxes, StepTimes())
+        self._pace = Pace()
+        self._late_s = inf
+        """When what waits for another step's tokens is given without; in the loop's time."""
+        self._detokenizer = Detokenizer(detokenize, self._outboxes, StepTimes(), pace=self._pace)
         self._calls = count()
         self._replies: dict[int, Reply[None]] = {}
 
@@ -153,9 +160,10 @@ class RemoteEngine:
         frames = early
         try:
             while True:
+                self._tell_time(frames)
                 for frame in frames:
                     await self._take(frame)
-                frames = await self._wire.receive()
+                frames = await self._receive()
                 if not frames:
                     return
         except OSError as error:
@@ -163,11 +171,27 @@ class RemoteEngine:
         except FrameError:
             log.exception("the engine's process sent what makes no sense")
 
+    def _tell_time(self, frames: Sequence[ToFrontend]) -> None:
+        """Takes the last step's time for that of all which came together: so far behind is this process."""
+        times = [frame.batch.time_s for frame in frames if isinstance(frame, StepOutput)]
+        if times:
+            self._pace.time_s = times[-1]
+
+    async def _receive(self) -> list[ToFrontend]:
+        """Waits for frames; meanwhile the streams' readers get what has waited for another step too long."""
+        while True:
+            with anyio.CancelScope(deadline=self._late_s):
+                return await self._wire.receive()
+            self._detokenizer.give_waiting()
+            self._late_s = inf
+
     async def _take(self, frame: ToFrontend) -> None:
         match frame:
             case StepOutput(batch, stats):
                 self._stats = stats
                 await self._detokenizer.handle(shifted(batch, self._ahead_s))
+                wait_s = STALL * self._pace.interval_s if self._pace.has_waiting else inf
+                self._late_s = anyio.current_time() + wait_s
             case EngineState(stats, phase):
                 self._stats, self._phase = stats, Phase(phase)
             case Answer(call, phase, fault):
@@ -237,13 +261,17 @@ class RemoteEngine:
         """See Engine. Raises: EngineStoppedError, EngineDeadError."""
         await self._call_engine("resume")
 
+    async def profile(self, action: str) -> None:
+        """See Engine. Raises: ValueError, NoProfilerError, EngineStoppedError, EngineDeadError."""
+        await self._call_engine("profile", action)
+
     def abort_elsewhere(self, request_id: str | None) -> None:
         """See Engine."""
         self._say(AbortElsewhere(request_id))
 
-    async def _call_engine(self, method: LifecycleCall, mode: str = "keep") -> None:
+    async def _call_engine(self, method: EngineCall, argument: str = "") -> None:
         self.check_alive()
-        await self._call(CallEngine(next(self._calls), method, mode))
+        await self._call(CallEngine(next(self._calls), method, argument))
 
     async def _call(self, frame: SubmitRequests | CallEngine) -> None:
         """Asks, and waits for the answer. A cancel abandons the answer."""
@@ -278,6 +306,7 @@ class RemoteEngine:
         if self._fault is not None:
             return
         self._fault, self._phase = fault, phase
+        self._detokenizer.give_waiting()
         self._outboxes.fail_all(self.error)
         for reply in self._replies.values():
             reply.fail(self.error())

@@ -1,6 +1,5 @@
 """Routes for whoever runs the server; they answer only where an API key is set."""
 
-import sys
 from typing import Literal
 
 from msgspec import Struct
@@ -78,15 +77,12 @@ async def abort(service: Service) -> Response:
 
 
 async def profile(service: Service, action: Literal["start", "stop"]) -> Response:
-    """Starts or stops the CUDA profiler of the process that runs the model.
+    """Starts or stops the CUDA profiler of the engine's process.
 
-    Raises: RequestError, 501, where that is another process or has no CUDA.
+    Raises: RequestError; NoProfilerError, 501, where that has no CUDA; EngineStoppedError, EngineDeadError.
     """
     require_admin(service)
-    torch = sys.modules.get("torch")  # never imported for this: a front end of its own has none
-    if torch is None or not torch.cuda.is_available():
-        raise RequestError("the model does not run on CUDA in this process; profile it there", status=501)
-    (torch.cuda.profiler.start if action == "start" else torch.cuda.profiler.stop)()
+    await service.port.profile(action)
     return json_reply({"status": "ok", "action": f"{action}_profile"})
 
 

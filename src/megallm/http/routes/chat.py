@@ -10,6 +10,7 @@ from megallm.http.answers.replies import (
     check_model,
     exchange_of_request,
     json_reply,
+    note_model,
     read_request,
     stream_reply,
 )
@@ -60,6 +61,7 @@ async def begin_chat(service: Service, exchange: Exchange, request: ChatRequest)
 
     Raises: as `create_chat_completion`.
     """
+    note_model(service, exchange, request.model)
     check_model(service, request.model)
     check_chat(request, service.settings.bounds)
     service.check_open()

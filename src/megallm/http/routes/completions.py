@@ -12,12 +12,13 @@ from megallm.http.answers.replies import (
     check_model,
     exchange_of_request,
     json_reply,
+    note_model,
     now,
     read_request,
     response_id,
     stream_reply,
 )
-from megallm.http.answers.sse import frame
+from megallm.http.answers.sse import ChunkFrames, frame
 from megallm.http.bodies.prompts import LONG_TEXT, prompts_of
 from megallm.http.bodies.sampling import request_params
 from megallm.http.bodies.schema import includes_usage
@@ -32,6 +33,8 @@ async def create_completion(service: Service) -> Response:
     Raises: RequestError; EngineBusy, DrainingError, EngineStoppedError, EngineDeadError.
     """
     request = await read_request(service, CompletionRequest)
+    exchange = exchange_of_request()
+    note_model(service, exchange, request.model)
     check_model(service, request.model)
     prompts = prompts_of(request.prompt)
     check_completion(request, service.settings.bounds, len(prompts))
@@ -44,7 +47,6 @@ async def create_completion(service: Service) -> Response:
         num_top=request.logprobs,
         scores_prompt=bool(request.echo) and request.logprobs is not None,
     )
-    exchange = exchange_of_request()
     generation = await prepare(
         service,
         exchange,
@@ -96,6 +98,7 @@ class _Writer:
             "created": now(),
             "model": service.settings.model_name,
         }
+        self._chunks = ChunkFrames(self._head)
         self._generation = generation
         self._texts = texts
         self._echoes = bool(request.echo)
@@ -139,9 +142,9 @@ class _Writer:
                 news["token_ids"] = delta.token_ids
                 if begins:
                     news["prompt_token_ids"] = choice.prompt
-            frames = self._frame(news)
+            frames = self._chunks.chunk(news)
         if delta.finish_reason is not None:
-            frames += self._frame(
+            frames += self._chunks.chunk(
                 {
                     "index": index,
                     "text": "",
@@ -156,9 +159,6 @@ class _Writer:
     def usage_chunk(self) -> bytes:
         """Gives the frame of the token counts."""
         return frame({**self._head, "choices": [], "usage": self._generation.usage.as_json()})
-
-    def _frame(self, choice: dict[str, object]) -> bytes:
-        return frame({**self._head, "choices": [choice]})
 
     def _log_probs(
         self, choice: Choice, news: Completion | Delta, *, begins: bool

@@ -1,0 +1,65 @@
+"""What a cache has come to know and has forgotten, noted for the router of several ranks. Pure.
+
+A hint, and bounded like one: what is lost of it costs a router a better choice, and no request
+anything. Knows keys; neither blocks nor who takes the reports.
+"""
+
+from collections.abc import Iterable
+
+from megallm.core_async.messages import PrefixReport
+
+
+class PrefixChanges:
+    """The last change of each key since it was reported, the oldest first.
+
+    In that order no prefix is forgotten before what follows it, nor known after it.
+    """
+
+    def __init__(self, *, max_report: int = 4096, max_waiting: int = 1 << 17) -> None:
+        """`max_report`: keys of a report. `max_waiting`: beyond them the oldest changes are lost."""
+        assert 0 < max_report <= max_waiting, f"reports of {max_report} keys, {max_waiting} wait"
+        self._max_report = max_report
+        self._max_waiting = max_waiting
+        self._is_known: dict[bytes, bool] = {}
+        self._is_flushed = False
+
+    def __len__(self) -> int:
+        return len(self._is_known)
+
+    def know(self, keys: Iterable[bytes]) -> None:
+        """Notes that the cache has come to hold these, each after the one it follows."""
+        self._note(keys, is_known=True)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Notes that the cache holds these no more, each before the one it follows."""
+        self._note(keys, is_known=False)
+
+    def flush(self) -> None:
+        """Notes that the cache holds nothing."""
+        self._is_known.clear()
+        self._is_flushed = True
+
+    def take(self) -> PrefixReport:
+        """Gives the oldest changes that no report has had; what a report has no room for, the next has."""
+        known: list[bytes] = []
+        forgotten: list[bytes] = []
+        changes = self._is_known
+        for key in list(changes) if len(changes) <= self._max_report else self._oldest(self._max_report):
+            (known if changes.pop(key) else forgotten).append(key)
+        is_flushed, self._is_flushed = self._is_flushed, False
+        return PrefixReport(known, forgotten, is_flushed)
+
+    # ---- below ---------------------------------------------------------------------------------
+
+    def _note(self, keys: Iterable[bytes], *, is_known: bool) -> None:
+        changes = self._is_known
+        for key in keys:
+            changes.pop(key, None)
+            changes[key] = is_known
+        if len(changes) > self._max_waiting:
+            for key in self._oldest(len(changes) - self._max_waiting):
+                del changes[key]
+
+    def _oldest(self, count: int) -> list[bytes]:
+        keys = iter(self._is_known)
+        return [next(keys) for _ in range(count)]

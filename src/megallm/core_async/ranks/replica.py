@@ -1,0 +1,261 @@
+"""The engine of a replica that is not the coordinator's: requests come from there, and output goes there.
+
+An `Engine` that has, in place of detokeniser and readers, the socket to the coordinator. Calls of its own
+program pair with those of the coordinator's.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import ClassVar, assert_never
+
+import anyio
+import msgspec
+from anyio.abc import TaskStatus
+from msgspec import Struct, structs
+
+from megallm.core_async.actors.detokenizer import Parcel
+from megallm.core_async.actors.worker import WorkerActor
+from megallm.core_async.config import EngineConfig
+from megallm.core_async.device.rank_group import Ranks
+from megallm.core_async.engine import Engine
+from megallm.core_async.errors import EngineStoppedError, MegaLLMError, RankLostError
+from megallm.core_async.kit.actor import Actor
+from megallm.core_async.kit.outbox import Outbox
+from megallm.core_async.kit.reply import Reply
+from megallm.core_async.kit.supervisor import Supervisor
+from megallm.core_async.messages import (
+    NewRequest,
+    Pause,
+    ReportPrefixes,
+    Resume,
+    SetEpoch,
+    Submit,
+    Suspend,
+    TokenBatch,
+    Unpause,
+)
+from megallm.core_async.plan.lockstep import Lockstep
+from megallm.core_async.plan.prefix_changes import PrefixChanges
+from megallm.core_async.protocols import Runner, Tokenizer
+from megallm.core_async.ranks.together import SHUTDOWN, MadeCalls
+from megallm.core_async.ranks.watch import Watch
+from megallm.core_async.transport.frames import error_of, fault_of
+from megallm.core_async.transport.rank_frames import AskWhere, CallEnded, End, Failed, Go, Here
+from megallm.core_async.transport.ranks import Meeting, RankStream, connect
+from megallm.core_async.transport.replica_frames import (
+    Close,
+    FromCoordinator,
+    Order,
+    OrderDone,
+    Output,
+    Queue,
+    ReplicaStarted,
+    StepBegun,
+)
+
+
+class Outlet(Actor[TokenBatch]):
+    """Passes each step's output on, in the place of a detokeniser."""
+
+    name: ClassVar[str] = "outlet"
+    capacity: ClassVar[int] = 64
+    """One batch a step; it falls behind only while the loop itself does."""
+
+    def __init__(self, pass_on: Callable[[TokenBatch], Awaitable[None]]) -> None:
+        super().__init__()
+        self._pass_on = pass_on
+
+    async def handle(self, message: TokenBatch) -> None:
+        """Passes it on."""
+        await self._pass_on(message)
+
+
+class Replica(Engine):
+    """One replica's engine, whose requests another rank routes to it. `run` is its task."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        replicas: Ranks,
+        *,
+        make_worker: Callable[[Runner], WorkerActor],
+        steps_together: bool = False,
+    ) -> None:
+        """`replicas`: the ranks that lead one each, the coordinator's first.
+
+        `steps_together`: the replicas share experts; see plan/lockstep.py.
+        """
+        # the coordinator bounds what waits at all replicas together
+        whole = structs.replace(config, max_waiting=config.max_waiting * len(replicas.names))
+        super().__init__(whole, runner, tokenizer, make_worker=make_worker)
+        self._replicas = replicas
+        self._own_name = replicas.names[replicas.place]
+        self._coordinator: RankStream[FromCoordinator] | None = None
+        self._calls = MadeCalls(self._tell)
+        if config.routing_policy != "load_balanced":
+            self._prefix_changes = PrefixChanges()
+        if steps_together:
+            self._lockstep = Lockstep(lambda number: self._tell(StepBegun(number)))
+
+    # ---- running -------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Serves the coordinator until that stops, a failure, or a cancel; ready once every replica is.
+
+        Raises: what the start of this replica raised; RankLostError when another's failed.
+        """
+        try:
+            await super().run(task_status=task_status)
+        finally:
+            self._calls.fail(self.error)
+            if self._coordinator is not None:
+                self._coordinator.close()
+
+    def _build(self) -> None:
+        super()._build()
+        self._has_gone_on = anyio.Event()
+
+    def _make_detokenizer(self) -> Actor[TokenBatch]:
+        return Outlet(self._pass_on)
+
+    async def _start(self, supervisor: Supervisor) -> None:
+        records = await anyio.to_thread.run_sync(self._replicas.exchange, b"", abandon_on_cancel=True)
+        meeting = msgspec.msgpack.decode(records[0], type=Meeting)
+        name = self._replicas.names[0]
+        coordinator: RankStream[FromCoordinator] = await connect(
+            meeting, self._replicas.place, name, FromCoordinator.__value__
+        )
+        self._coordinator = coordinator
+        self._watch = Watch([coordinator], self._own_name, step_s=math.inf)
+        await supervisor.start("to the coordinator", coordinator.flush)
+        await supervisor.start("from the coordinator", partial(self._read, coordinator, supervisor))
+        try:
+            await super()._start(supervisor)
+        except Exception as error:
+            self._tell(Failed(fault_of(RankLostError(f"rank {self._own_name} did not start: {error}"))))
+            raise
+        self._tell(ReplicaStarted(anyio.current_time()))
+        await supervisor.start("calls", partial(self._calls.awaited.watch, self._watch))
+        await self._has_gone_on.wait()
+
+    def _fail(self, failure: Exception) -> None:
+        super()._fail(failure)
+        if not isinstance(self._failure, RankLostError):
+            what = f"rank {self._own_name} failed: {type(failure).__name__}: {failure}"
+            self._tell(Failed(fault_of(RankLostError(what))))
+        else:
+            self._tell(Failed(fault_of(self._failure)))
+
+    async def _pass_on(self, batch: TokenBatch) -> None:
+        report = None
+        if self._prefix_changes is not None and len(self._prefix_changes):
+            report = await self._allocator.address.ask(ReportPrefixes())
+        self._tell(Output(batch, self.stats(), report))
+
+    def _tell(self, frame: Struct) -> None:
+        if self._coordinator is not None:
+            self._coordinator.put(frame)
+
+    # ---- the coordinator -----------------------------------------------------------------------
+
+    async def _read(
+        self,
+        coordinator: RankStream[FromCoordinator],
+        supervisor: Supervisor,
+        *,
+        task_status: TaskStatus[None],
+    ) -> None:
+        task_status.started()
+        while not self._is_stopping:
+            for frame in await coordinator.receive():
+                await self._take(frame, supervisor)
+
+    async def _take(  # noqa: C901 - one case a frame
+        self, frame: FromCoordinator, supervisor: Supervisor
+    ) -> None:
+        match frame:
+            case Queue(requests):
+                await self._scheduler.address.ask(Submit(requests))
+            case Close(requests):
+                self.close_requests(requests)
+            case Order():
+                await supervisor.start(frame.call, partial(self._carry_out, frame))
+            case CallEnded():
+                self._calls.end(frame)
+            case StepBegun(number):
+                assert self._lockstep is not None, "a step is begun together, and no experts are shared"
+                self._lockstep.follow(number)
+                self._gate.need()
+            case AskWhere():
+                self._tell(Here(0))  # which step is nobody's question here
+            case Here():
+                self._watch.answered(self._replicas.names[0], 0)
+            case Go():
+                self._has_gone_on.set()
+            case End(fault):
+                error = error_of(fault)
+                if not isinstance(error, EngineStoppedError) or not self._has_gone_on.is_set():
+                    raise error
+                self._is_stopping = True
+                self._stop_asked.set()
+            case _:
+                assert_never(frame)
+
+    async def _carry_out(self, order: Order, *, task_status: TaskStatus[None]) -> None:
+        reply = self._ordered(order)
+        task_status.started()
+        try:
+            await reply.wait()
+        except MegaLLMError as error:
+            self._tell(OrderDone(order.number, fault_of(error)))
+        else:
+            self._tell(OrderDone(order.number))
+
+    def _ordered(self, order: Order) -> Reply[None]:
+        lifecycle = self._lifecycle.address
+        match order.call:
+            case "pause":
+                return lifecycle.send(Pause(order.mode))
+            case "unpause":
+                return lifecycle.send(Unpause())
+            case "suspend":
+                return lifecycle.send(Suspend())
+            case "resume":
+                return lifecycle.send(Resume())
+            case "set_generation_epoch":
+                return self._scheduler.address.send(SetEpoch(order.epoch))
+            case _:
+                assert_never(order.call)
+
+    # ---- calls ---------------------------------------------------------------------------------
+
+    async def call_made(self, name: str) -> None:
+        """Waits until the coordinator's call of that name is over.
+
+        Raises: what the coordinator's call raised; EngineStoppedError, EngineDeadError.
+        """
+        self.check_alive()
+        await self._calls.made(name).wait()
+
+    async def wait_for_leader(self) -> None:
+        """Waits until the coordinator has shut down, or anything else has ended the engine."""
+        if self._is_started and not self._has_ended.is_set():
+            self._calls.made(SHUTDOWN)
+            await self._has_ended.wait()
+
+    async def submit(self, requests: Sequence[NewRequest]) -> Outbox[Parcel]:
+        """Refuses: requests go to the coordinator. Raises: RuntimeError."""
+        del requests
+        raise RuntimeError(
+            f"rank {self._own_name} runs what rank {self._replicas.names[0]} sends it, which takes requests"
+        )
+
+    async def queue(self, requests: list[NewRequest]) -> None:
+        """Refuses, as `submit`. Raises: RuntimeError."""
+        await self.submit(requests)
+
+    def go_on(self) -> None:
+        """Does nothing: the coordinator goes on."""

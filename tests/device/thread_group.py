@@ -1,0 +1,61 @@
+"""A process group whose ranks are threads of this process: sends and broadcasts go by queues."""
+
+from collections import defaultdict
+from queue import SimpleQueue
+
+import pytest
+from torch import Tensor, distributed
+
+NAMES = (4, 6, 7)
+"""Global ranks, so that no test mixes them up with places."""
+
+
+class ThreadGroup:
+    """One rank's view of a group of up to three."""
+
+    def __init__(self, place: int, size: int, sent: "Sent") -> None:
+        self.place = place
+        self.names = list(NAMES[:size])
+        self.sent = sent
+
+    @property
+    def name(self) -> int:
+        """This rank's global one."""
+        return self.names[self.place]
+
+
+class Sent(defaultdict[tuple[int, int], SimpleQueue[Tensor]]):
+    """Tensors on their way, by sender and receiver."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleQueue)
+
+
+def groups_of(size: int, monkeypatch: pytest.MonkeyPatch) -> list[ThreadGroup]:
+    """Gives each rank's view of one group, which torch.distributed takes for a group of its own."""
+
+    def send(tensor: Tensor, dst: int, group: ThreadGroup) -> None:
+        group.sent[group.name, dst].put(tensor.clone())
+
+    def receive(tensor: Tensor, src: int, group: ThreadGroup) -> None:
+        tensor.copy_(group.sent[src, group.name].get(timeout=10))
+
+    def broadcast(tensor: Tensor, src: int, group: ThreadGroup) -> None:
+        if group.name != src:
+            receive(tensor, src, group)
+            return
+        for name in set(group.names) - {src}:
+            send(tensor, name, group)
+
+    stand_ins = {
+        "get_rank": lambda group: group.place,
+        "get_world_size": lambda group: len(group.names),
+        "get_process_group_ranks": lambda group: group.names,
+        "send": send,
+        "recv": receive,
+        "broadcast": broadcast,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(distributed, name, stand_in)
+    sent = Sent()
+    return [ThreadGroup(place, size, sent) for place in range(size)]
