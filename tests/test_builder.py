@@ -75,6 +75,20 @@ def test_a_module_that_is_no_megatron_model_is_refused_by_name() -> None:
         built(model=nn.Linear(2, 2).eval())
 
 
+@pytest.mark.parametrize("kind", [list, nn.ModuleList])
+def test_chunks_of_a_virtual_pipeline_are_refused_by_name(kind: type[Any]) -> None:
+    """What megatron builds for it is a list, which is no module."""
+    with pytest.raises(UnsupportedModelError, match="model is 2 chunks of a virtual pipeline"):
+        built(model=kind([shared_model(), shared_model()]))
+
+
+def test_a_part_of_a_pipeline_without_its_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would give it hidden states."""
+    monkeypatch.setattr(shared_model(), "post_process", False)
+    with pytest.raises(UnsupportedModelError, match="this rank is stage 1 of 1 of megatron's pipeline"):
+        built()
+
+
 def test_a_model_in_training_mode_is_refused() -> None:
     """Dropout would sample noise, silently."""
     model = new_model()

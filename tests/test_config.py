@@ -55,6 +55,11 @@ def test_a_cache_that_fits_is_not_lowered_and_not_remarked_on(caplog: pytest.Log
     assert caplog.text == ""
 
 
+def test_a_stage_that_keeps_nothing_lets_others_decide() -> None:
+    """A stage of a pipeline may be without attention; the least number of blocks of any stage holds for all."""
+    assert derive(model_limits(cache_bytes_per_token=0)).num_blocks > derive().num_blocks
+
+
 @pytest.mark.parametrize(("device", "max_tokens"), [("cpu", 2_048), ("cuda", 16_384)])
 def test_a_step_is_as_large_as_suits_the_device(device: str, max_tokens: int) -> None:
     """A CPU's step of 16,384 tokens would take half a minute, in which no stream says a word."""

@@ -274,6 +274,7 @@ def test_a_row_that_can_not_go_on_says_so_and_leaves_the_others_alone(vocabulary
     for _ in range(2):
         logits, found = masks(rows, [0, 1, 2], vocabulary.size)
         assert list(found) == [1], "until it is let go"
+        assert rows.faults(column(0, 1, 2)) == found, "also where there are no logits"
         assert "x" in found[1]
         assert logits[0].equal(expected[0])
         assert logits[2].equal(expected[0])

@@ -25,6 +25,7 @@ def test_wrapped_model_is_found(model: Megatron) -> None:
     [
         ("context_parallel_size", 2, "context_parallel_size=1"),
         ("mtp_num_layers", 1, "mtp_num_layers=None"),
+        ("virtual_pipeline_model_parallel_size", 2, "virtual_pipeline_model_parallel_size=None"),
         ("window_size", (4, 2), "2 tokens ahead"),
     ],
 )
@@ -37,18 +38,22 @@ def test_option_is_refused_with_the_remedy(
         ModelHook(model)
 
 
-def test_sequence_parallel_over_ranks_and_part_of_a_pipeline_are_refused(
-    model: Megatron, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("tp_comm_overlap", True, "tp_comm_overlap=False"),
+        ("transformer_impl", "inference_optimized", "transformer_impl='transformer_engine' or 'local'"),
+    ],
+)
+def test_what_splits_tokens_by_itself_is_refused_beside_sequence_parallel(
+    model: Megatron, monkeypatch: pytest.MonkeyPatch, option: str, value: object, told: str
 ) -> None:
-    """Both hand over hidden states that this rank alone can't project."""
-    with monkeypatch.context() as patched:
-        patched.setattr(model.config, "sequence_parallel", True)
-        ModelHook(model)
-        patched.setattr(model.config, "tensor_model_parallel_size", 2)
-        with pytest.raises(UnsupportedModelError, match="sequence_parallel=False"):
-            ModelHook(model)
-    monkeypatch.setattr(model, "post_process", False)
-    with pytest.raises(UnsupportedModelError, match="pipeline_model_parallel_size=1"):
+    """A step turns sequence parallelism off, where it is the layers' own."""
+    monkeypatch.setattr(model.config, "sequence_parallel", True)
+    monkeypatch.setattr(model.config, option, value)
+    ModelHook(model)  # it means nothing to one rank
+    monkeypatch.setattr(model.config, "tensor_model_parallel_size", 2)
+    with pytest.raises(UnsupportedModelError, match=told):
         ModelHook(model)
 
 

@@ -143,15 +143,14 @@ def test_two_stages_give_what_the_whole_model_gives(monkeypatch: pytest.MonkeyPa
     limits = engine_config()
     runner = TorchRunner(whole, limits)
     runner.start()
-    seen: list[object] = []
+    seen: list[tuple[list[int], object]] = []
 
     def run(planner: Planner) -> None:
         plain, asking = planner.add(prompts[0]), planner.add(prompts[1], asks, scores_prompt=True)
         planner.step((plain, 2))
         planner.decode(plain, asking, num_steps=4)
-        seen.append(
-            (plain.output, asking.output, asking.log_probs, asking.top, asking.scores, asking.score_top)
-        )
+        logged = asking.log_probs, asking.top, asking.scores, asking.score_top
+        seen.append((plain.output, (asking.output, *logged)))
 
     try:
         run(Planner(runner, limits))

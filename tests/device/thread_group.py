@@ -1,6 +1,7 @@
 """A process group whose ranks are threads of this process: sends and broadcasts go by queues."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import pytest
@@ -47,10 +48,18 @@ def groups_of(size: int, monkeypatch: pytest.MonkeyPatch) -> list[ThreadGroup]:
         for name in set(group.names) - {src}:
             send(tensor, name, group)
 
-    stand_ins = {
-        "get_rank": lambda group: group.place,
-        "get_world_size": lambda group: len(group.names),
-        "get_process_group_ranks": lambda group: group.names,
+    def fact_of(name: str, of_threads: Callable[[ThreadGroup], object]) -> Callable[..., object]:
+        megatrons = getattr(distributed, name)
+
+        def fact(group: object = None) -> object:
+            return of_threads(group) if isinstance(group, ThreadGroup) else megatrons(group)
+
+        return fact
+
+    stand_ins: dict[str, Callable[..., object]] = {
+        "get_rank": fact_of("get_rank", lambda group: group.place),
+        "get_world_size": fact_of("get_world_size", lambda group: len(group.names)),
+        "get_process_group_ranks": fact_of("get_process_group_ranks", lambda group: group.names),
         "send": send,
         "recv": receive,
         "broadcast": broadcast,

@@ -1,7 +1,7 @@
 """A whole server of the fake model, engine and all, in the test's loop, with front ends as a test wants."""
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,11 +28,10 @@ LONG = engine_config(num_blocks=1024, max_sequence_length=4096)
 class Site:
     """A server, its engine and its port."""
 
-    def __init__(self, engine: Engine, runner: FakeRunner, server: Server, matchers: Matchers) -> None:
+    def __init__(self, engine: Engine, runner: FakeRunner, server: Server) -> None:
         self.engine = engine
         self.runner = runner
         self.server = server
-        self.matchers = matchers
         self.error: Exception | None = None
         """What `run` raised."""
         self.has_ended = anyio.Event()
@@ -88,6 +87,7 @@ async def site(
     tokenizer: Any = None,  # Any: as TokenizerAdapter takes it
     ends_with_engine: bool = False,
     step_s: float = 0.0,
+    make_matchers: Callable[[TokenizerAdapter, int], Matchers] = Matchers,
     **fields: Any,  # Any: ServeConfig's
 ) -> AsyncGenerator[Site]:
     """Runs a server; stops it and its engine after the block, unless the test has."""
@@ -98,9 +98,9 @@ async def site(
     with anyio.fail_after(ANSWER_S):
         async with anyio.create_task_group() as tasks:
             await tasks.start(engine.run)
-            matchers = Matchers(adapter, config.vocab_size)
+            matchers = make_matchers(adapter, config.vocab_size)
             server = Server(engine, adapter, settings, matchers, ends_with_engine=ends_with_engine)
-            made = Site(engine, runner, server, matchers)
+            made = Site(engine, runner, server)
             tasks.start_soon(made.run)
             await wait_for(server.started)
             async with made.client:

@@ -1,9 +1,13 @@
 """A server of an engine: in its loop or in processes, it answers, and it ends in every case in its time."""
 
+from typing import override
+
 import anyio
 import pytest
+from llguidance import LLMatcher
 
 from megallm.core_async.errors import EngineDeadError
+from megallm.core_async.matchers import Matchers
 from megallm.core_async.messages import StepPlan
 from tests.byte_tokenizer import ByteTokenizer
 from tests.device.profilers import FakeProfiler
@@ -71,21 +75,25 @@ async def test_a_tokenizer_that_can_not_travel_is_served_in_the_loop_and_a_line_
     assert "no front-end processes, since the tokenizer can't go there: it is a ByteTokenizer" in caplog.text
 
 
-async def test_a_grammar_is_compiled_once_in_the_engines_process() -> None:
-    """Half a second of a large one, and as much memory, need not be spent twice."""
-    async with site(0, tokenizer=small_tokenizer()) as here:
-        compiled: list[str] = []
-        compile_one = here.matchers.compile
+class CountedMatchers(Matchers):
+    """An engine's matchers that count what they compile."""
 
-        def counted(grammar: str) -> LLMatcher:
-            compiled.append(grammar)
-            return compile_one(grammar)
+    num_compiled = 0
 
-        here.matchers.compile = counted
-        body = {"prompt": [1], "max_tokens": 1, "regex": "a+"}
+    @override
+    def compile(self, grammar: str) -> LLMatcher:
+        CountedMatchers.num_compiled += 1
+        return super().compile(grammar)
+
+
+async def test_a_grammar_is_compiled_by_the_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one takes half a second and tens of megabytes; its process need not twice."""
+    monkeypatch.setattr(CountedMatchers, "num_compiled", 0)
+    async with site(0, make_matchers=CountedMatchers) as here:
+        body = {"prompt": [1], "max_tokens": 1, "guided_regex": "a+"}
         for _ in range(2):
             assert (await here.client.post("/v1/completions", json=body)).status_code == 200
-        assert len(compiled) == 1
+    assert CountedMatchers.num_compiled == 1
 
 
 async def test_two_servers_of_one_engine_stand_side_by_side() -> None:

@@ -2,18 +2,21 @@
 # megatron-core is untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
-from megallm.models.checkpoint import Experts, Hyperparameters, RopeScaling
+from megallm.models.checkpoint import Experts
 from megallm.models.load import load_model
-from megallm.models.settings_file import Settings
-from megallm.models.torch_dist import TorchDistFolder, hyperparameters_of, is_torch_dist
+from megallm.models.torch_dist import TorchDistFolder, is_torch_dist
+from tests.models.engine_tokens import engine_tokens
 from tests.models.tiny_hf import change_json
 from tests.models.tiny_torch_dist import ARGUMENTS, SIZE, save_run
 
@@ -51,49 +54,6 @@ def test_the_arguments_say_what_the_model_is(saved: tuple[Path, Any]) -> None:
     assert TorchDistFolder(saved[0]).hyperparameters == SIZE
 
 
-def read(**changes: Any) -> Hyperparameters:  # Any: as ARGUMENTS
-    """Gives the hyperparameters of changed arguments."""
-    return hyperparameters_of(Settings(Path("run"), ARGUMENTS | changes, "args."))
-
-
-def test_arguments_of_every_kind_are_taken() -> None:
-    """Each of them changes the output and none the shape of a tensor, or only some."""
-    assert read(group_query_attention=False).num_kv_heads == SIZE.num_heads
-    assert read(untie_embeddings_and_output_weights=False).is_tied
-    assert read(rotary_percent=0.5).rotary_dim == SIZE.head_dim // 2
-    assert read(use_rope_scaling=True, rope_scaling_factor=32).rope_scaling == RopeScaling(
-        kind="llama3", factor=32.0, original_positions=8192
-    )
-    assert read(no_rope_freq=2).unturned_layers == (1,)
-    assert read(no_rope_freq=[1, 0]).unturned_layers == (0,)
-    assert read(window_size=(7, 0)).windowed_layers == (0, 1)
-    assert read(window_size=(7, 0), window_attn_skip_freq=2).windowed_layers == (0,)
-    assert read(window_size=(7, 0), window_attn_skip_freq=[0, 1]).windowed_layers == (1,)
-    assert read(add_bias_linear=True).has_mlp_bias
-    assert read(add_qkv_bias=True).has_qkv_bias
-    experts = Experts(num_experts=4, num_chosen=2, ffn_size=24, is_renormalised=False, dense_layers=(0,))
-    moe = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_router_pre_softmax": True}
-    assert read(**moe, moe_layer_freq=[0, 1]).experts == experts
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("normalization", "LayerNorm"),
-        ("swiglu", False),
-        ("position_embedding_type", "learned_absolute"),
-        ("multi_latent_attention", True),
-        ("hybrid_layer_pattern", "M-M-"),
-        ("mtp_num_layers", 1),
-        ("window_size", (4, 4)),
-    ],
-)
-def test_a_model_of_other_parts_is_refused_by_its_argument(name: str, value: object) -> None:
-    """Half of them would load and answer nonsense."""
-    with pytest.raises(UnsupportedModelError, match=rf"run: args\.{name} is .*supported is"):
-        read(**{name: value})
-
-
 def test_a_folder_without_the_iteration_its_tracker_names_is_refused(copied: Path) -> None:
     """A copy that stopped half-way leaves one."""
     (copied / "latest_checkpointed_iteration.txt").write_text("6", encoding="utf-8")
@@ -121,3 +81,59 @@ def test_another_format_is_refused_with_the_remedy(copied: Path) -> None:
     change_json(copied / "iter_0000005" / "metadata.json", lambda it: it.update(sharded_backend="zarr"))
     with pytest.raises(UnsupportedModelError, match=r"sharded_backend is 'zarr', supported is torch_dist"):
         load_model(copied)
+
+
+MOE = Experts(num_experts=4, num_chosen=2, ffn_size=24, is_renormalised=True)
+MOE_ARGUMENTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+
+
+def of_engine(key: str) -> str:
+    """Gives the name under which Transformer Engine's layers of a HybridModel hold a tensor."""
+    layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", key)
+    if layer is None:
+        return key
+    renamed = layer[2].replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    if "*--E*E"[int(layer[1])] == "-":
+        renamed = renamed.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    return f"decoder.layers.{layer[1]}.{renamed}"
+
+
+@pytest.mark.parametrize("stored_as", [str, of_engine], ids=["local layers", "Transformer Engine's names"])
+def test_a_hybrid_model_comes_back_and_says_the_same(tmp_path: Path, stored_as: Callable[[str], str]) -> None:
+    """What upstream trains from now on; its layers are of any kind in any order."""
+    experts = msgspec.structs.replace(MOE, dense_layers=(0, 1, 2, 4))
+    size = msgspec.structs.replace(SIZE, num_layers=6, layer_kinds="*--E*E", experts=experts)
+    arguments = ARGUMENTS | MOE_ARGUMENTS | {"num_layers": 6, "hybrid_layer_pattern": "*--|E*E"}
+    theirs = save_run(tmp_path, size, arguments=arguments, stored_as=stored_as)
+    assert TorchDistFolder(tmp_path).hyperparameters == size
+    model, tokenizer = load_model(tmp_path, dtype=torch.bfloat16, device="cpu")
+    assert type(model).__name__ == "HybridModel"
+    wanted = dict(theirs.named_parameters())
+    assert {name for name, _ in model.named_parameters()} == wanted.keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, wanted[name]), name
+    ids = engine_tokens(theirs, tokenizer, [5, 9, 200], 12)
+    assert len(set(ids)) > 1
+    assert engine_tokens(model, tokenizer, [5, 9, 200], 12) == ids
+
+
+def test_experts_that_transformer_engine_stored_are_found(tmp_path: Path) -> None:
+    """It holds the norm before experts by itself, where megatron's local layers say that it does not."""
+    size = msgspec.structs.replace(SIZE, experts=MOE)
+    theirs = save_run(
+        tmp_path,
+        size,
+        arguments=ARGUMENTS | MOE_ARGUMENTS,
+        stored_as=lambda key: key.replace(".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
+    )
+    model, _ = load_model(tmp_path, dtype=torch.bfloat16, device="cpu")
+    wanted = dict(theirs.named_parameters())
+    assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.named_parameters())
+
+
+def test_another_class_than_was_saved_is_refused(saved: tuple[Path, Any]) -> None:
+    """Its layers are counted otherwise, so the weights would go astray."""
+    with pytest.raises(
+        UnsupportedModelError, match=r"model_class is 'hybrid', and .* holds a GPTModel; leave"
+    ):
+        load_model(saved[0], device="cpu", model_class="hybrid")

@@ -3,6 +3,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import msgspec
 import torch
 from megatron.core import dist_checkpointing
 
+from megallm.models.checkpoint import Hyperparameters
 from megallm.models.gpt import random_gpt
 from megallm.models.megatron_setup import ensure_process_groups, quiet_megatron
 from tests.models.tiny_gguf import TINY
@@ -38,9 +40,18 @@ ARGUMENTS: dict[str, Any] = {  # Any: as a training run has them
 }
 
 
-def save_run(run: Path) -> Any:  # Any: megatron's model
-    """Writes a run with one iteration of a random bfloat16 model, saved by one rank; gives the model."""
-    write_tokenizer(run, SIZE.vocab_size)
+def save_run(
+    run: Path,
+    size: Hyperparameters = SIZE,
+    *,
+    arguments: dict[str, Any] = ARGUMENTS,
+    stored_as: Callable[[str], str] = str,
+) -> Any:  # Any: megatron's model
+    """Writes a run with one iteration of a random bfloat16 model, saved by one rank; gives the model.
+
+    `stored_as` gives the name that a tensor is stored under, from the one that megatron's local layers give.
+    """
+    write_tokenizer(run, size.vocab_size)
     iteration = run / "iter_0000005"
     iteration.mkdir()
     cpu = torch.device("cpu")
@@ -51,9 +62,13 @@ def save_run(run: Path) -> Any:  # Any: megatron's model
         mock.patch.object(torch.cuda, "current_device", return_value=cpu),
     ):
         ensure_process_groups()
-        model = random_gpt(SIZE, dtype=torch.bfloat16, device=cpu)
-        arguments = Namespace(**ARGUMENTS, tokenizer_model=str(run))
-        state = {"model": model.sharded_state_dict(), "args": arguments, "iteration": 5}
+        kind = "gpt" if size.layer_kinds is None else "hybrid"
+        model = random_gpt(size, dtype=torch.bfloat16, device=cpu, model_class=kind)
+        tensors = model.sharded_state_dict()
+        for tensor in tensors.values():
+            tensor.key = stored_as(tensor.key)
+        given = Namespace(**arguments, tokenizer_model=str(run))
+        state = {"model": tensors, "args": given, "iteration": 5}
         dist_checkpointing.save(state, str(iteration), async_strategy="mcore")
     (run / "latest_checkpointed_iteration.txt").write_text("5\n", encoding="utf-8")
     return model

@@ -41,7 +41,9 @@ def topology_of(model: torch.nn.Module, settings: InferenceConfig) -> Topology:
     device = next(model.parameters()).device
     model_group = _group(settings, "mp", get.get_model_parallel_group)
     replica_group = _group(settings, "dp", get.get_data_parallel_group)
-    experts = _group(settings, "ep", lambda: get.get_expert_model_parallel_group(check_initialized=False))
+    experts = _group(
+        settings, "tp_ep", lambda: get.get_expert_tensor_and_model_parallel_group(check_initialized=False)
+    )
     own = [] if model_group is None else distributed.get_process_group_ranks(model_group)
     holders = [] if experts is None else distributed.get_process_group_ranks(experts)
     has_experts = bool(getattr(getattr(model, "config", None), "num_moe_experts", None))

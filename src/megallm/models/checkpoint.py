@@ -124,6 +124,13 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
     logit_factor: float = 1.0
     """On logits."""
     experts: Experts | None = None
+    layer_kinds: str | None = None
+    """Of layers that are attention `*`, an MLP `-` or experts `E` alone; None: each is two of these."""
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Gives how many layers have keys and values."""
+        return self.num_layers if self.layer_kinds is None else self.layer_kinds.count("*")
 
     def has_experts(self, layer: int) -> bool:
         """Says whether a layer, counted from 0, has experts in place of its MLP."""
@@ -168,6 +175,7 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
 
 OUTPUT_NORMS: Final = ("attention_output_norm.weight", "mlp_output_norm.weight")
 """Our names of the norms that Llama has not."""
+_ATTENTION_PARTS: Final = ("input_layernorm.", "self_attn.", "attention_output_norm.")
 SCORE_BIAS: Final = "mlp.gate.e_score_correction_bias"
 
 
@@ -186,6 +194,9 @@ def tensor_specs(size: Hyperparameters) -> list[TensorSpec]:
         shapes = [*_attention_shapes(size), *_mlp_shapes(size, layer)]
         if size.has_output_norms:
             shapes += [(name, (size.hidden_size,)) for name in OUTPUT_NORMS]
+        if size.layer_kinds is not None:
+            is_attention = size.layer_kinds[layer] == "*"
+            shapes = [each for each in shapes if each[0].startswith(_ATTENTION_PARTS) == is_attention]
         specs += [TensorSpec(prefix + name, shape) for name, shape in shapes]
     specs.append(TensorSpec("model.norm.weight", (size.hidden_size,)))
     if not size.is_tied:

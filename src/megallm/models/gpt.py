@@ -60,12 +60,14 @@ def build_gpt(
     return model
 
 
-def random_gpt(size: Hyperparameters, *, dtype: torch.dtype, device: torch.device) -> Any:  # Any: the same
+def random_gpt(
+    size: Hyperparameters, *, dtype: torch.dtype, device: torch.device, model_class: ModelClass = "gpt"
+) -> Any:  # Any: the same
     """Builds a model with random weights, as `build_gpt` does: what a model costs depends on its shape.
 
     Raises: ValueError when the parallel state's sizes don't divide the model.
     """
-    model = unfilled(size, dtype=dtype, device=device)
+    model = unfilled(size, dtype=dtype, device=device, model_class=model_class)
     generator = torch.Generator(device).manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:

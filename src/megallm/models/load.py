@@ -38,7 +38,7 @@ def load_model(
     pp: int | None = None,
     ep: int | None = None,
     tokenizer: object = None,
-    model_class: "ModelClass" = "gpt",
+    model_class: "ModelClass | None" = None,
     cache_dir: Path | None = None,
     progress: bool | None = None,
 ) -> tuple[Any, Any]:  # Any: megatron's models are untyped, and the tokenizer may be the caller's
@@ -49,8 +49,8 @@ def load_model(
     (`torch_dist`). `dtype`, torch's or its name, is float32 on a CPU, bfloat16 on a GPU; `device` is the
     GPU where there is one, else the CPU. `tokenizer` is the folder or file to take the tokenizer from
     where it is not the checkpoint itself, or a tokenizer, which is given back as it is. `model_class` is
-    "gpt" or "hybrid". `progress` is a bar on stderr, None on a terminal and global rank 0 alone. The model is
-    in eval mode with frozen parameters.
+    "gpt" or "hybrid", None as it was saved, else "gpt". `progress` is a line with a bar on stderr, None on a
+    terminal and global rank 0 alone. The model is in eval mode with frozen parameters.
 
     `tp`, `pp` and `ep` are megatron's tensor, pipeline and expert parallelism: every rank calls alike, and
     each gets its part. Where nothing set up torch.distributed and megatron's parallel state, they are set up
@@ -62,7 +62,7 @@ def load_model(
     something that can't be built, ValueError for sizes that fit neither model nor processes nor the parallel
     state that is there.
     """
-    if model_class not in MODEL_CLASSES:
+    if model_class is not None and model_class not in MODEL_CLASSES:
         raise ValueError(f"model_class is {model_class!r}; it must be one of {', '.join(MODEL_CLASSES)}")
     with loading_bar(is_shown=False if progress is None and launched().rank else progress) as bar:
         # first, since what it refuses needs no imports of seconds
@@ -135,7 +135,7 @@ def _built(
     dtype: "torch.dtype | str | None",
     device: "torch.device | str | None",
     ranks: tuple[int | None, int | None, int | None],
-    model_class: "ModelClass",
+    model_class: "ModelClass | None",
 ) -> Any:  # Any: megatron's models are untyped
     bar.say("importing torch and megatron-core")
     import torch
@@ -157,7 +157,7 @@ def _built(
         bar.say("building the model")
         if isinstance(checkpoint, TorchDistFolder):
             return checkpoint.build(dtype=kind, device=where, bar=bar, model_class=model_class)
-        return build_gpt(checkpoint, dtype=kind, device=where, bar=bar, model_class=model_class)
+        return build_gpt(checkpoint, dtype=kind, device=where, bar=bar, model_class=model_class or "gpt")
 
 
 def _refuse_strange_tokenizer(checkpoint: Checkpoint | TorchDistFolder, tokenizer: object) -> None:

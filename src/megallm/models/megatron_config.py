@@ -32,13 +32,17 @@ _SIGMOID_OPTIONS: Final = {"moe_router_enable_expert_bias": True, "moe_router_dt
 def transformer_config(
     size: Hyperparameters, ranks: Sizes, dtype: torch.dtype, *, is_on_cpu: bool, is_hybrid: bool = False
 ) -> TransformerConfig:
-    """Gives the config; a hybrid model has two of its layers, attention and MLP, for each of ours."""
+    """Gives the config; a hybrid model has two of its layers, attention and MLP, for each of ours.
+
+    Unless ours are those of one themselves.
+    """
+    has_pairs = is_hybrid and size.layer_kinds is None
     config = TransformerConfig(
         tensor_model_parallel_size=ranks.tp,
         pipeline_model_parallel_size=ranks.pp,
         expert_model_parallel_size=ranks.ep,
         expert_tensor_parallel_size=ranks.etp,
-        num_layers=size.num_layers * (2 if is_hybrid else 1),
+        num_layers=size.num_layers * (2 if has_pairs else 1),
         hidden_size=size.hidden_size,
         num_attention_heads=size.num_heads,
         num_query_groups=size.num_kv_heads,
@@ -68,7 +72,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **_layer_options(size, is_hybrid=is_hybrid),
+        **_layer_options(size, has_pairs=has_pairs),
         **_expert_options(size),
     )
     if size.score_softcap is not None:
@@ -103,7 +107,8 @@ def hybrid_spec(size: Hyperparameters) -> ModuleSpec:
 
 def hybrid_pattern(size: Hyperparameters, num_stages: int = 1) -> str:
     """Gives the kinds of a HybridModel's layers: `*` attention, `-` an MLP, `E` experts; `|` parts stages."""
-    kinds = ["*E" if size.has_experts(layer) else "*-" for layer in range(size.num_layers)]
+    pairs = ["*E" if size.has_experts(layer) else "*-" for layer in range(size.num_layers)]
+    kinds = pairs if size.layer_kinds is None else list(size.layer_kinds)
     each = size.num_layers // num_stages
     return "|".join("".join(kinds[first : first + each]) for first in range(0, size.num_layers, each))
 
@@ -133,20 +138,20 @@ def _mlp_spec(layer: type, local: Any) -> ModuleSpec:  # Any: the same
     )
 
 
-def _layer_options(size: Hyperparameters, *, is_hybrid: bool) -> dict[str, Any]:  # Any: options
+def _layer_options(size: Hyperparameters, *, has_pairs: bool) -> dict[str, Any]:  # Any: options
     """Gives what differs from layer to layer, as megatron's lists of ones and zeros."""
     options: dict[str, Any] = {}
     if size.unturned_layers:
-        options["no_rope_freq"] = _marks(size, size.unturned_layers, is_hybrid=is_hybrid)
+        options["no_rope_freq"] = _marks(size, size.unturned_layers, has_pairs=has_pairs)
     if size.window is not None and size.windowed_layers:
         options["window_size"] = (size.window, 0)
-        options["window_attn_skip_freq"] = _marks(size, size.windowed_layers, is_hybrid=is_hybrid)
+        options["window_attn_skip_freq"] = _marks(size, size.windowed_layers, has_pairs=has_pairs)
     return options
 
 
-def _marks(size: Hyperparameters, layers: tuple[int, ...], *, is_hybrid: bool) -> list[int]:
+def _marks(size: Hyperparameters, layers: tuple[int, ...], *, has_pairs: bool) -> list[int]:
     marks = [int(layer in layers) for layer in range(size.num_layers)]
-    return [mark for mark in marks for _ in range(2)] if is_hybrid else marks
+    return [mark for mark in marks for _ in range(2)] if has_pairs else marks
 
 
 def _expert_options(size: Hyperparameters) -> dict[str, Any]:  # Any: options

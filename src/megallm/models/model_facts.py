@@ -36,7 +36,7 @@ def facts_of(size: Hyperparameters, dtype: str) -> ModelFacts:
         num_parameters=num_parameters,
         num_active_parameters=num_parameters - num_idle,
         weight_bytes=num_parameters * item,
-        cache_bytes_per_token=2 * size.num_layers * size.num_kv_heads * size.head_dim * item,
+        cache_bytes_per_token=2 * size.num_attention_layers * size.num_kv_heads * size.head_dim * item,
     )
 
 

@@ -83,6 +83,22 @@ async def test_it_serves_without_torch_and_ends_when_it_is_told_to(tmp_path: Pat
         assert await front_end.process.end() == 0
 
 
+async def test_a_program_that_shares_its_own_figures_can_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory is not theirs; the rest of its environment is."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/elsewhere")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
+    async with running(LONG) as rig, anyio.create_task_group() as tasks:
+        front_end = await started(tasks, rig, tmp_path)
+        path = Path(f"/proc/{front_end.process.pid}/environ")
+        environment = path.read_bytes().split(b"\0")
+        assert b"OTEL_SERVICE_NAME=chat" in environment
+        assert b"PROMETHEUS_MULTIPROC_DIR=/elsewhere" not in environment
+        front_end.peer.drain(0.0)
+        assert await front_end.process.end() == 0
+
+
 async def test_it_ends_with_the_engines_process_and_tells_its_streams(tmp_path: Path) -> None:
     """The user's script was killed: nothing may be left that holds the port, and no client in the dark."""
     async with running(LONG, step_s=0.002) as rig, anyio.create_task_group() as tasks:

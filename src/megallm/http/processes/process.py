@@ -14,6 +14,7 @@ from anyio import to_thread
 from msgspec import Struct
 
 from megallm.core_async.transport.byte_stream import ByteStream
+from megallm.http.metrics import DIRECTORY_VARIABLE
 from megallm.http.processes.tokenizer_spec import TokenizerSpec
 from megallm.http.service import AppSettings
 
@@ -81,13 +82,19 @@ async def start_frontend(listener: socket.socket) -> FrontendProcess:
 
 
 def _spawn(listener: int, engine: int) -> "subprocess.Popen[bytes]":
-    """Starts the interpreter on `frontend.py`, which finds megallm where this process did."""
-    before = os.environ.get("PYTHONPATH")
-    path = str(ROOT) if not before else f"{ROOT}{os.pathsep}{before}"
+    """Starts the interpreter on `frontend.py`, which finds megallm where this process did.
+
+    The environment goes along: libraries there read proxies, certificates, OTEL_*, the loader's paths,
+    the locale, and nobody can list them all. It shows nothing new, since the process is the same user's.
+    Where this program keeps its own figures stays here: front ends have a directory of theirs.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != DIRECTORY_VARIABLE}
+    before = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = str(ROOT) if not before else f"{ROOT}{os.pathsep}{before}"
     command = [sys.executable, "-m", "megallm.http.processes.frontend", "--listener", str(listener)]
     return subprocess.Popen(  # noqa: S603 - this interpreter, and our own module
         [*command, "--engine", str(engine)],
         stdin=subprocess.DEVNULL,
         pass_fds=(listener, engine),
-        env=os.environ | {"PYTHONPATH": path},
+        env=environment,
     )
