@@ -34,6 +34,7 @@ from benchmarks.report import Report, Table, significant
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.engine import Engine
 from megallm.core_async.kit.foreign import wait_for
+from megallm.core_async.matchers import Matchers
 from megallm.core_async.messages import Ints, StepPlan, StepResult, pack_ints
 from megallm.core_async.tokenizers import TokenizerAdapter
 from megallm.http.serve_config import ServeConfig
@@ -132,7 +133,8 @@ async def measure(options: argparse.Namespace, step_ms: float) -> list[dict[str,
     async with anyio.create_task_group() as tasks:
         await tasks.start(engine.run)
         settings = ServeConfig(host="127.0.0.1", port=0, frontend_replicas=options.front_ends)
-        server = Server(engine, tokenizer, settings, lambda _: None, ends_with_engine=False)
+        matchers = Matchers(tokenizer, config.vocab_size)
+        server = Server(engine, tokenizer, settings, matchers, ends_with_engine=False)
         tasks.start_soon(run_to_end, server, engine)
         await wait_for(server.started)
         for num_streams in options.streams:

@@ -39,8 +39,8 @@ class Replica:
     def __init__(self, config: EngineConfig, cost: CostModel, *, reports: bool = False) -> None:
         """`reports`: notes what becomes of its prefixes."""
         roster = Roster(Limits.of(config), num_blocks=config.num_blocks, max_waiting=config.max_waiting)
-        changes = PrefixChanges() if reports else None
-        self._allocator = Allocator(BlockPool.of(config, changes), changes)
+        self._changes = PrefixChanges() if reports else None
+        self._allocator = Allocator(BlockPool.of(config, self._changes), self._changes)
         self._scheduler = Scheduler(roster, self._allocator.address, Gate())
         self._decode_s = cost.table(config.max_requests)
         self._prompt_token_s = cost.prompt_token_s
@@ -85,8 +85,10 @@ class Replica:
             if planned.plan is None or len(self._pending) == DEPTH:
                 return batch, self._pending[0][0] if self._pending else None
 
-    async def report(self) -> PrefixReport:
-        """Gives what became of its prefixes since the last report."""
+    async def report(self) -> PrefixReport | None:
+        """Gives what became of its prefixes since the last report, where something did and is noted."""
+        if self._changes is None or not len(self._changes):
+            return None
         return await self._allocator.address.ask(ReportPrefixes())
 
     def _launch(self, plan: StepPlan, now_s: float) -> None:

@@ -96,10 +96,10 @@ class Service:
             vocab_size=VOCAB_SIZE,
         )
         self._config = config
-        self._reports = (
+        reports = (
             config.shares_prefixes and not options.no_reports and policy is not RoutingPolicy.LOAD_BALANCED
         )
-        self.replicas = [Replica(config, cost, reports=self._reports) for _ in range(options.replicas)]
+        self.replicas = [Replica(config, cost, reports=reports) for _ in range(options.replicas)]
         table = RoutingTable(
             options.replicas,
             policy=policy,
@@ -199,8 +199,8 @@ class Service:
         batch, next_s = await self.replicas[index].turn(self._now_s)
         if next_s is not None:
             heapq.heappush(self._ends, (next_s, index))
-        if self._reports:
-            self._router.address.tell(PrefixesChanged(index, await self.replicas[index].report()))
+        if (report := await self.replicas[index].report()) is not None:
+            self._router.address.tell(PrefixesChanged(index, report))
         if batch is None:
             return
         if batch.requests:

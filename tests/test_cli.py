@@ -15,6 +15,7 @@ import megallm
 from megallm import EngineBusy, EngineDeadError, UnsupportedModelError
 from megallm.cli import COMMANDS, run
 from megallm.commands.generate import Answer
+from megallm.models.launched import Launched
 
 COMMAND_NAMES = ", ".join(COMMANDS)
 SOURCE_ROOT = Path(megallm.__file__).parents[1]
@@ -159,6 +160,63 @@ def test_options_of_the_loader_reach_it_only_where_they_are_given() -> None:
             )
             assert code == 3
     assert seen == [{}, {"dtype": "float32", "device": "cpu", "tokenizer": "t"}] * 3
+
+
+def on_rank(
+    rank: Launched, *argv: str, error: Exception | None = None
+) -> tuple[int, str, str, dict[str, object]]:
+    """Gives exit code, stdout, stderr and what the loader was given, of a command on one of several ranks."""
+    out, err = io.StringIO(), io.StringIO()
+    seen: dict[str, object] = {}
+
+    def load(name: str, num_threads: int | None, **chosen: object) -> tuple[object, object]:
+        seen.update(chosen)
+        return object(), object()
+
+    class Engine(FailingEngine):
+        def wait_for_shutdown(self) -> None:
+            if error is not None:
+                raise error
+
+    def open_engine(*arguments: object) -> AbstractContextManager[Any]:  # Any: as either command takes it
+        return Engine(AssertionError("only the leading rank generates"))
+
+    code = run(
+        argv,
+        load=load,
+        open_engine=open_engine,
+        open_serving=no_serving,
+        stdin=io.StringIO("a prompt"),
+        stdout=out,
+        stderr=err,
+        find_rank=lambda: rank,
+    )
+    return code, out.getvalue(), err.getvalue(), seen
+
+
+def test_a_rank_that_does_not_lead_takes_part_and_says_nothing() -> None:
+    """Its prompts are the leading rank's: standard input may be read once."""
+    command = "generate --prompts - --tp 2 --ep 2 --progress"
+    assert on_rank(Launched(1, 2, 1), *command.split())[:3] == (0, "", "")
+    seen = on_rank(Launched(1, 2, 1), *command.split())[3]
+    assert seen == {"tp": 2, "ep": 2, "progress": False}
+
+
+def test_an_error_of_another_rank_is_one_line_with_its_number() -> None:
+    """All ranks write to one terminal."""
+    lost = EngineDeadError("the engine failed: out of memory")
+    code, out, err, _ = on_rank(Launched(3, 4), "generate", "hi", error=lost)
+    assert (code, out, err) == (3, "", "megallm: rank 3: the engine failed: out of memory\n")
+    assert on_rank(Launched(1, 2), "generate", "--pp", "0")[2].startswith("megallm: rank 1: argument --pp: ")
+
+
+def test_a_chat_under_a_launcher_is_refused() -> None:
+    """Every process would read what is typed."""
+    code, _, err, _ = on_rank(Launched(0, 2), "chat")
+    assert (code, err) == (
+        2,
+        "megallm: chat runs in one process, and a launcher has started 2; run it without torchrun\n",
+    )
 
 
 def test_a_bug_keeps_its_trace() -> None:

@@ -56,7 +56,7 @@ def test_a_cache_that_fits_is_not_lowered_and_not_remarked_on(caplog: pytest.Log
 
 
 def test_a_stage_that_keeps_nothing_lets_others_decide() -> None:
-    """A stage of a pipeline may be without attention; the least number of blocks of any stage holds for all."""
+    """A stage of a pipeline may be without attention; the least blocks of any stage hold for all."""
     assert derive(model_limits(cache_bytes_per_token=0)).num_blocks > derive().num_blocks
 
 

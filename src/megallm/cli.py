@@ -175,6 +175,8 @@ def run(
         options = _parsed(argv)
         given = {name: vars(options).get(name) for name in (*LOADING, *SPLITTING, "progress")}
         chosen = {name: value for name, value in given.items() if value is not None}
+        if rank.rank and "progress" in chosen:
+            chosen["progress"] = False
         at = Surroundings(partial(load, **chosen), open_engine, open_serving, stdin, stdout, stderr)
         return COMMANDS[options.command].run(options, _on_rank(at, options, rank))
     except KeyboardInterrupt:

@@ -1,21 +1,17 @@
 """The detokeniser: every token reaches its reader once, as text, in deltas or at the end."""
 
 import gc
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megallm.core_async.actors.detokenizer import Detokenizer, Parcel
+from megallm.core_async.actors.detokenizer import Parcel
 from megallm.core_async.errors import ActorGone
-from megallm.core_async.kit.outbox import Outbox, Outboxes
+from megallm.core_async.kit.outbox import Outbox
 from megallm.core_async.messages import (
     Completion,
-    Delta,
     Finished,
     Floats,
     Progress,
@@ -28,95 +24,9 @@ from megallm.core_async.messages import (
     pack_ints,
 )
 from megallm.core_async.plan.output import Output
-from megallm.core_async.plan.pace import Pace
-from megallm.core_async.step_times import StepTimes
+from tests.actors.detokenizing import PIECES, Rig, Stream, finished, text_of
 
 pytestmark = pytest.mark.anyio
-
-PIECES = ["a", "b", "c", "ab", "ba", "bca", "aab", " ", ""]
-"""The text of each token id: some are more than one character, one is none."""
-
-
-def text_of(tokens: Sequence[int]) -> str:
-    """Gives the text of tokens, as this file's tokenizer does."""
-    return "".join(PIECES[token] for token in tokens)
-
-
-def finished(key: int, reason: str = "length", stop_reason: int | None = None) -> Finished:
-    """Gives the message that a request ended."""
-    return Finished(RequestId(key), reason, stop_reason)
-
-
-class Rig:
-    """A detokeniser and its outboxes, fed a step at a time."""
-
-    def __init__(self, pace: Pace | None = None) -> None:
-        self.num_calls = 0
-        self.pace = pace
-        self.times = StepTimes()
-        self.outboxes = Outboxes[Parcel](self._count_call)
-        self.detokenizer = Detokenizer(text_of, self.outboxes, self.times, pace=pace)
-        self._heard: set[int] = set()
-        self.specs: dict[int, TextSpec] = {}
-
-    def _count_call(self) -> None:
-        self.num_calls += 1
-
-    def open(self, *specs: TextSpec) -> Outbox[Parcel]:
-        """Opens one outbox for some requests."""
-        self.specs |= {spec.request_id: spec for spec in specs}
-        return self.outboxes.open([spec.request_id for spec in specs])
-
-    def batch(self, tokens: dict[int, int], *ends: Finished, time_s: float = 0.0) -> TokenBatch:
-        """Gives one step's batch: one token each; a request's first comes with its spec."""
-        new = [self.specs[key] for key in tokens if key not in self._heard and key in self.specs]
-        self._heard |= tokens.keys()
-        return TokenBatch(
-            started=new,
-            requests=[RequestId(key) for key in tokens],
-            tokens=pack_ints(list(tokens.values())),
-            log_probs=Floats(b""),
-            finished=list(ends),
-            time_s=time_s,
-        )
-
-    def feed(self, tokens: dict[int, int], *ends: Finished, time_s: float = 0.0) -> None:
-        """Has one batch handled."""
-        self.handle(self.batch(tokens, *ends, time_s=time_s))
-
-    def handle(self, batch: TokenBatch) -> None:
-        """Has a batch handled; handling it waits for nothing."""
-        if self.pace is not None:
-            self.pace.time_s = batch.time_s
-        run_through(self.detokenizer.handle(batch))
-
-
-def run_through(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Runs a coroutine that must not suspend."""
-    with pytest.raises(StopIteration):
-        coroutine.send(None)
-
-
-@dataclass
-class Stream:
-    """What a reader of deltas has put together."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list[int])
-    endings: list[tuple[str | None, int | str | None]] = field(
-        default_factory=list[tuple[str | None, int | str | None]]
-    )
-
-    def read(self, outbox: Outbox[Parcel]) -> None:
-        """Takes what is there; nothing comes after the end."""
-        for parcel in outbox.take_nowait():
-            assert isinstance(parcel, Delta)
-            assert not self.endings
-            assert parcel.text or parcel.token_ids or parcel.finish_reason
-            self.text += parcel.text
-            self.token_ids += parcel.token_ids
-            if parcel.finish_reason is not None:
-                self.endings.append((parcel.finish_reason, parcel.stop_reason))
 
 
 def completion_of(outbox: Outbox[Parcel]) -> Completion:
@@ -302,75 +212,6 @@ def test_log_probs_go_to_those_who_asked() -> None:
     assert (completion.prompt_log_probs, completion.prompt_top) == ([-0.5], [[(7, -0.5)]])
     silent = completion_of(other)
     assert (silent.log_probs, silent.top, silent.prompt_log_probs) == (None, None, None)
-
-
-MANY = range(256)
-STEP_S = 0.02
-
-
-def busy(**extra: Any) -> tuple[Rig, list[Outbox[Parcel]]]:  # Any: fields of TextSpec
-    """Gives a detokeniser whose many streams wait for each other's sake, after their first token."""
-    rig = Rig(Pace())
-    outboxes = [rig.open(TextSpec(RequestId(key), is_streamed=True, **extra)) for key in MANY]
-    rig.feed(dict.fromkeys(MANY, 0))
-    return rig, outboxes
-
-
-def test_many_streams_get_the_same_in_fewer_deltas() -> None:
-    """What a delta costs on its way to a client does not depend on its length."""
-    rig, outboxes = busy()
-    for step in range(1, 8):
-        ends = [finished(key) for key in MANY] if step == 7 else []
-        rig.feed({key: (key + step) % 4 for key in MANY}, *ends, time_s=step * STEP_S)
-    for key, outbox in enumerate(outboxes):
-        deltas = [parcel for parcel in outbox.take_nowait() if isinstance(parcel, Delta)]
-        assert [len(delta.token_ids) for delta in deltas] == [1, 2, 2, 2, 1]
-        tokens = [0, *((key + step) % 4 for step in range(1, 8))]
-        assert [token for delta in deltas for token in delta.token_ids] == tokens
-        assert "".join(delta.text for delta in deltas) == text_of(tokens)
-        assert deltas[-1].finish_reason == "length"
-
-
-def test_among_many_a_stop_word_is_found_at_once() -> None:
-    """What the model computes behind it is for nobody."""
-    rig, outboxes = busy(stop_words=("cc",))
-    for step in (1, 2):
-        rig.feed(dict.fromkeys(MANY, 2), time_s=step * STEP_S / 4)
-    assert rig.outboxes.take_closed() == list(MANY)
-    stream = Stream()
-    stream.read(outboxes[0])
-    assert (stream.text, stream.endings) == ("a", [("stop", "cc")])
-
-
-@pytest.mark.parametrize("way", ["aborted", "given", "preempted"])
-def test_what_waits_is_given_where_no_token_follows(way: str) -> None:
-    """The request has ended, the engine stands still, or others run in its place."""
-    rig, outboxes = busy()
-    outboxes[0].take_nowait()
-    rig.feed(dict.fromkeys(MANY, 1), time_s=STEP_S)
-    assert outboxes[0].take_nowait() == []
-    match way:
-        case "aborted":
-            rig.handle(TokenBatch([], [], pack_ints([]), Floats(b""), [finished(0, "abort")], STEP_S))
-        case "given":
-            rig.detokenizer.give_waiting()
-        case _:
-            for step in (2, 3):
-                rig.feed(dict.fromkeys(MANY[1:], 1), time_s=step * STEP_S)
-    (delta,) = outboxes[0].take_nowait()
-    assert isinstance(delta, Delta)
-    assert (delta.text, delta.token_ids) == ("b", [1])
-    assert delta.finish_reason == ("abort" if way == "aborted" else None)
-
-
-def test_a_reader_that_left_is_not_given_what_waited() -> None:
-    """Its request ends at the next step only."""
-    rig, outboxes = busy()
-    rig.feed(dict.fromkeys(MANY, 1), time_s=STEP_S)
-    outboxes[0].close()
-    rig.detokenizer.give_waiting()
-    assert outboxes[0].take_nowait() == []
-    assert len(outboxes[1].take_nowait()) == len([0, 1])
 
 
 async def test_it_keeps_up_with_a_burst_of_batches_and_measures_itself() -> None:

@@ -63,6 +63,10 @@ def test_what_is_special_of_an_architecture_is_named() -> None:
         "decoder, multi-head attention, rotary positions (yarn), query and key norms, window of 8 tokens in "
         "1 layers, 2 of 8 experts, output projection of its own"
     )
+    size = msgspec.structs.replace(TINY, num_layers=3, layer_kinds="**-", unturned_layers=(0, 1, 2))
+    assert model_card.architecture_of(size) == (
+        "hybrid decoder of layers **-, grouped-query attention, no positions, tied embedding"
+    )
 
 
 def test_a_source_that_is_not_there_is_an_error() -> None:

@@ -7,8 +7,8 @@ from typing import Any, Final, Self
 from megallm import cli
 from megallm.core_async.engine import Engine
 from megallm.core_async.host import EngineHost
-from megallm.core_async.messages import StepPlan
 from megallm.core_async.matchers import Matchers
+from megallm.core_async.messages import StepPlan
 from megallm.core_async.tokenizers import TokenizerAdapter
 from megallm.http.running import RunningServer, start_server
 from tests.engines import engine_config, fake_runner, inline_worker

@@ -191,6 +191,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # Any: settings of many types
         "granite",
         {"residual_multiplier": 0.5, "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.3},
     ),
+    "starcoder2": ("starcoder2", {"sliding_window": 6}),
+    "starcoder2, no biases, untied": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "olmo2": ("olmo2", {}),
     "olmo3, yarn": (
         "olmo3",

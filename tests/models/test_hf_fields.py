@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megallm.core_async.errors import ModelFileError
+from megallm.core_async.errors import ModelFileError, UnsupportedModelError
 from megallm.models.hf_families import FAMILIES
 from megallm.models.hf_fields import Fields
 from megallm.models.settings_file import Settings
@@ -68,6 +68,37 @@ def test_biases_are_where_each_family_has_them() -> None:
     assert biased("SeedOss", attention_out_bias=True, mlp_bias=True) == (True, True, True)
     assert biased("Ernie4_5") == biased("Olmo2") == biased("Exaone4") == (False, False, False)
     assert biased("Ernie4_5", use_bias=True) == (True, True, True)
+
+
+MIXED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 3,
+    "norm_topk_prob": True,
+}
+
+
+def test_experts_scored_by_sigmoid_share_one_as_large_as_several() -> None:
+    """The first layers have none."""
+    experts = fields("Glm4Moe", **MIXED, first_k_dense_replace=2, routed_scaling_factor=1.5)["experts"]
+    assert (experts.shared_ffn_size, experts.dense_layers, experts.share_factor) == (72, (0, 1), 1.5)
+    assert fields("Dots1", **MIXED)["experts"].dense_layers == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("Glm4Moe", {"norm_topk_prob": False}, "supported are norm_topk_prob true, n_group 1"),
+        ("Glm4Moe", {"n_group": 4}, "supported are norm_topk_prob true, n_group 1"),
+        ("Dots1", {"num_experts_per_tok": 1}, "num_experts_per_tok of 2 or more"),
+        ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; supported is null"),
+    ],
+)
+def test_what_megatron_computes_otherwise_is_refused(name: str, changes: dict[str, Any], said: str) -> None:
+    """The text would be fluent, and worse."""
+    with pytest.raises(UnsupportedModelError, match=said):
+        fields(name, **MIXED | changes)
 
 
 def test_granite_s_factors_are_one_where_the_config_has_none() -> None:

@@ -44,6 +44,17 @@ def test_shards_are_read_as_one_model(sharded: Path) -> None:
         assert torch.equal(checkpoint.read(name), values), name
 
 
+def test_a_layer_that_guesses_ahead_is_left_unread(tmp_path: Path) -> None:
+    """GLM-4.5's folders have one more than the decoder; any other layer is still one too many."""
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1}
+    folder = save(hf_model("glm4_moe", num_hidden_layers=2, head_dim=8, **sizes), tmp_path)
+    change_tensors(folder, **{"model.layers.2.eh_proj.weight": torch.zeros(2)})
+    assert HfFolder(folder).hyperparameters.num_layers == 2
+    change_tensors(folder, **{"model.layers.3.eh_proj.weight": torch.zeros(2)})
+    with pytest.raises(UnsupportedModelError, match=r"has tensor model\.layers\.3\.eh_proj"):
+        HfFolder(folder)
+
+
 def test_one_tensor_of_a_stack_is_read_alone(tmp_path: Path) -> None:
     """Phi-3's joint projection is a gigabyte at 14B; a third of it is asked for."""
     model = hf_model("phi3")

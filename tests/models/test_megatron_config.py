@@ -8,6 +8,7 @@ import torch
 from megallm.models.checkpoint import Experts, Hyperparameters
 from megallm.models.megatron_config import hybrid_pattern, transformer_config
 from megallm.models.megatron_setup import quiet_megatron
+from megallm.models.rank_part import Sizes
 from tests.models.tiny_gguf import TINY
 
 WINDOWED = msgspec.structs.replace(TINY, window=5, windowed_layers=(1,), unturned_layers=(0,))
@@ -16,7 +17,7 @@ WINDOWED = msgspec.structs.replace(TINY, window=5, windowed_layers=(1,), unturne
 def options(size: Hyperparameters, *names: str, is_hybrid: bool = False) -> tuple[object, ...]:
     """Gives some of the options of a config."""
     with quiet_megatron():
-        config = transformer_config(size, torch.bfloat16, is_on_cpu=True, is_hybrid=is_hybrid)
+        config = transformer_config(size, Sizes(), torch.bfloat16, is_on_cpu=True, is_hybrid=is_hybrid)
     return tuple(getattr(config, name) for name in names)
 
 
@@ -48,3 +49,28 @@ def test_experts_stand_in_the_layers_that_have_them() -> None:
     )
     assert options(size, *names) == (4, 2, 8, [0, 1], True)
     assert (hybrid_pattern(size), hybrid_pattern(TINY)) == ("*-*E", "*-*-")
+
+
+def test_a_router_by_sigmoid_has_its_bias_and_factor_in_float32() -> None:
+    """In bfloat16 experts change places; and a factor of one is none to megatron."""
+    experts = Experts(
+        num_experts=4,
+        num_chosen=2,
+        ffn_size=8,
+        is_renormalised=True,
+        scoring="sigmoid",
+        share_factor=2.5,
+        shared_ffn_size=16,
+    )
+    names = (
+        "moe_router_score_function",
+        "moe_router_enable_expert_bias",
+        "moe_router_dtype",
+        "moe_router_topk_scaling_factor",
+        "moe_shared_expert_intermediate_size",
+    )
+    size = msgspec.structs.replace(TINY, experts=experts)
+    assert options(size, *names) == ("sigmoid", True, "fp32", 2.5, 16)
+    plain = msgspec.structs.replace(experts, scoring="softmax", share_factor=1.0, shared_ffn_size=0)
+    size = msgspec.structs.replace(TINY, experts=plain)
+    assert options(size, *names) == ("softmax", False, None, None, None)

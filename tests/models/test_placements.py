@@ -21,7 +21,17 @@ ALL = msgspec.structs.replace(
 MIXED = msgspec.structs.replace(
     TINY, experts=Experts(num_experts=4, num_chosen=2, ffn_size=8, is_renormalised=True, dense_layers=(1,))
 )
-SIZES = {"plain": TINY, "everything": ALL, "experts": MIXED}
+assert MIXED.experts is not None
+SHARED = msgspec.structs.replace(
+    MIXED,
+    has_output_norms=True,
+    experts=msgspec.structs.replace(
+        MIXED.experts, shared_ffn_size=12, has_shared_gate=True, scoring="sigmoid"
+    ),
+)
+SIZES = {"plain": TINY, "everything": ALL, "experts": MIXED, "a shared expert, output norms": SHARED}
+UNGATED = msgspec.structs.replace(ALL, norm="layer", has_gate=False)
+UNNORMED = msgspec.structs.replace(ALL, has_input_norms=False, has_output_norms=True)
 
 
 class Counted:
@@ -49,7 +59,9 @@ class Counted:
         raise AssertionError("a layout needs no tokenizer")
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(
+    "size", [*SIZES.values(), UNGATED, UNNORMED], ids=[*SIZES, "layer norms, no gates", "no input norms"]
+)
 def test_every_tensor_goes_to_one_place(size: Hyperparameters) -> None:
     """A tensor that is never read is a model with a part missing."""
     placed = list(placements(size, LayerNames()))
@@ -75,6 +87,19 @@ def whole_of(checkpoint: Counted) -> dict[str, Tensor]:
         parts = [checkpoint.tensors[source.name].shape for source in placement.sources]
         shapes[placement.parameter] = torch.Size([sum(shape[0] for shape in parts), *parts[0][1:]])
     return filled(checkpoint, shapes, RankPart())
+
+
+def test_what_is_added_to_the_residual_bears_its_factor() -> None:
+    """Its biases, too; and it need not be multiplied at every step."""
+    checkpoint = Counted(msgspec.structs.replace(ALL, residual_factor=0.25))
+    whole = whole_of(checkpoint)
+    for parameter, tensor, factor in (
+        ("self_attention.linear_proj.bias", "self_attn.o_proj.bias", 0.25),
+        ("mlp.linear_fc2.weight", "mlp.down_proj.weight", 0.25),
+        ("mlp.linear_fc1.weight", "mlp.gate_proj.weight", 1.0),
+    ):
+        values = checkpoint.tensors[f"model.layers.1.{tensor}"] * factor
+        assert torch.equal(whole[f"decoder.layers.1.{parameter}"][: len(values)], values)
 
 
 def test_rows_are_laid_out_by_kv_head() -> None:

@@ -57,7 +57,7 @@ def test_layers_without_a_window_have_their_own_module_and_factor_in_either_clas
 
 
 def test_pairs_side_by_side_have_their_angles_side_by_side_in_either_class() -> None:
-    """megatron's HybridModel turns such pairs by the angles of others."""
+    """HybridModel of megatron turns such pairs by the angles of others."""
     size = msgspec.structs.replace(TINY, is_rope_interleaved=True)
     with cpu_is_current():
         gpt, hybrid = (built(size, each).rotary_pos_emb.get_emb(4)[:, 0, 0] for each in ("gpt", "hybrid"))

@@ -29,6 +29,7 @@ def test_a_flush_is_reported_before_what_came_after_it() -> None:
     changes = PrefixChanges()
     changes.know([b"a"])
     changes.flush()
+    assert len(changes) == 1
     changes.know([b"b"])
     assert changes.take() == PrefixReport([b"b"], [], is_flushed=True)
     assert changes.take() == PrefixReport([], [])

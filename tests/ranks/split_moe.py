@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.device.models import Megatron, gpt, untyped
 from tests.ranks.split_model import random_part
+from tests.ranks.staged_model import cuda_is_cpu
 
 NUM_EXPERTS = 8
 
@@ -66,23 +67,24 @@ def split_moe(dispatcher: str = "allgather", *, sequence_parallel: bool = False)
     num_tp: int = state.get_tensor_model_parallel_world_size()
     num_etp: int = state.get_expert_tensor_parallel_world_size()
     num_ep: int = state.get_expert_model_parallel_world_size()
-    model = gpt(
-        spec={"num_experts": NUM_EXPERTS, "moe_grouped_gemm": False},
-        num_layers=2,
-        num_attention_heads=8,
-        num_query_groups=4,
-        tensor_model_parallel_size=num_tp,
-        sequence_parallel=sequence_parallel,
-        expert_model_parallel_size=num_ep,
-        expert_tensor_parallel_size=num_etp,
-        num_moe_experts=NUM_EXPERTS,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=64,
-        moe_shared_expert_intermediate_size=32,
-        moe_token_dispatcher_type=dispatcher,
-        moe_router_load_balancing_type="none",
-        moe_grouped_gemm=False,
-    )
+    with cuda_is_cpu():  # whose norms stand sequence parallelism
+        model = gpt(
+            spec={"num_experts": NUM_EXPERTS, "moe_grouped_gemm": False},
+            num_layers=2,
+            num_attention_heads=8,
+            num_query_groups=4,
+            tensor_model_parallel_size=num_tp,
+            sequence_parallel=sequence_parallel,
+            expert_model_parallel_size=num_ep,
+            expert_tensor_parallel_size=num_etp,
+            num_moe_experts=NUM_EXPERTS,
+            moe_router_topk=2,
+            moe_ffn_hidden_size=64,
+            moe_shared_expert_intermediate_size=32,
+            moe_token_dispatcher_type=dispatcher,
+            moe_router_load_balancing_type="none",
+            moe_grouped_gemm=False,
+        )
     first: int = state.get_expert_model_parallel_rank() * (NUM_EXPERTS // num_ep)
     for name, parameter in model.named_parameters():
         before, is_expert, after = name.partition("local_experts.")

@@ -86,11 +86,12 @@ def run(options: argparse.Namespace, *, stdout: TextIO, memory_bytes: int | None
 def architecture_of(size: Any) -> str:  # Any: Hyperparameters, whose module takes a while to import
     """Gives the kind of decoder in words."""
     heads = "multi-head attention" if size.num_heads == size.num_kv_heads else "grouped-query attention"
-    parts = [
-        "decoder",
-        heads,
-        "rotary positions" + (f" ({size.rope_scaling.kind})" if size.rope_scaling else ""),
-    ]
+    positions = "rotary positions" + (f" ({size.rope_scaling.kind})" if size.rope_scaling else "")
+    if len(size.unturned_layers) == size.num_layers:
+        positions = "no positions"
+    parts = ["decoder", heads, positions]
+    if size.layer_kinds is not None:
+        parts[0] = f"hybrid decoder of layers {size.layer_kinds}"
     if size.has_qk_norm:
         parts.append("query and key norms")
     if size.windowed_layers:

@@ -101,6 +101,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="pages that may call; may be given again, '*' is any",
     )
+    add("--verbose", action="store_true", help="log each request")
+    add(
+        "--tracing",
+        action="store_true",
+        help="an OpenTelemetry span for each request; OTEL_* variables say where to",
+    )
+    _add_engine_arguments(parser)
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--max-requests",
         type=whole(1),
@@ -115,12 +126,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--no-prefix-caching", action="store_true", help="compute shared beginnings of prompts each time")
     add("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's choice)")
-    add("--verbose", action="store_true", help="log each request")
-    add(
-        "--tracing",
-        action="store_true",
-        help="an OpenTelemetry span for each request; OTEL_* variables say where to",
-    )
 
 
 def run(options: argparse.Namespace, *, load: Load, open_engine: OpenEngine, stderr: TextIO) -> int:

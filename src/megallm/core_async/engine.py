@@ -90,10 +90,8 @@ class Engine:
         self._failure: Exception | None = None
         self._is_built = self._is_started = self._is_stopping = False
         self._post: Callable[[Callable[[], object]], None] | None = None
-        self._prefix_changes: PrefixChanges | None = None
-        """Where it is noted what becomes of the prefix cache, for whoever routes requests by it."""
-        self._lockstep: Lockstep | None = None
-        """Where other engines take every step together with this one, which then runs empty steps too."""
+        self._prefix_changes: PrefixChanges | None = None  # noted for who routes requests by prefixes
+        self._lockstep: Lockstep | None = None  # with engines whose steps are this one's too
 
     def stats(self) -> EngineStats:
         """Gives the engine's figures after its last step; callable from any thread."""
@@ -130,8 +128,7 @@ class Engine:
         self._is_built = True
         self._gate = Gate()
         self._outboxes = Outboxes[Parcel](self._gate.need)
-        self._stop_asked = anyio.Event()
-        self._has_ended = anyio.Event()
+        self._stop_asked, self._has_ended = anyio.Event(), anyio.Event()
         self._worker = self._make_worker(self._runner)
         self._link: Link = LocalLink(self._worker.address, collects_at_once=self._runner.runs_at_launch)
         self._allocator = Allocator(BlockPool.of(config, self._prefix_changes), self._prefix_changes)
@@ -140,7 +137,7 @@ class Engine:
         self._detokenizer = self._make_detokenizer()
         addresses = self._scheduler.address, self._detokenizer.address
         self._lifecycle = LifecycleActor(
-            self._gate, *addresses, self._link, config.kv_mode, on_phase=self.routes.note
+            self._gate, *addresses, self._link, config.kv_mode, on_phase=self._note_change
         )
 
     def _make_detokenizer(self) -> Actor[TokenBatch]:
@@ -163,7 +160,7 @@ class Engine:
         while True:
             await self._gate.wait()
             order = await self._run_steps()
-            self.routes.note()
+            self._note_change()
             if order != reported:
                 self._lifecycle.address.tell(PumpRested(order))
                 reported = order
@@ -195,6 +192,10 @@ class Engine:
     def _take_closed(self) -> list[RequestId]:
         """Gives the requests that nobody reads any more."""
         return [RequestId(key) for key in self._outboxes.take_closed()]
+
+    def _note_change(self) -> None:
+        """Tells who looks on from elsewhere that the figures or the phase have changed."""
+        self.routes.note()
 
     # ---- requests ------------------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ class Service:
         traffic: Traffic,
         matchers: Matchers | None = None,
     ) -> None:
-        """`matchers`: those of an engine in this process; without them grammars are compiled for this alone."""
+        """`matchers`: those of an engine in this process; without them it has its own."""
         self.port = port
         self.tokenizer = tokenizer
         self.settings = settings

@@ -67,7 +67,7 @@ class Experts(Struct, frozen=True, kw_only=True):
 
 
 class Hyperparameters(Struct, frozen=True, kw_only=True):
-    """The numbers that fix a decoder with RMSNorm, rotary positions and gated MLPs."""
+    """The numbers that fix a decoder with rotary positions."""
 
     num_layers: int
     hidden_size: int
@@ -107,10 +107,14 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
     """What attention and MLP take is normed."""
     has_output_norms: bool = False
     """What attention and MLP give is normed before it is added."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Layer norms centre, too, and have biases."""
     norm_offset: float = 0.0
     """Added to the weights of every norm."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Of the gate."""
+    """Of the gate, or of what the MLP has without one."""
+    has_gate: bool = True
+    """The MLP has a gate."""
     embedding_factor: float = 1.0
     """On the embedded tokens, not on the output projection that may be tied to them."""
     residual_factor: float = 1.0
@@ -198,7 +202,7 @@ def tensor_specs(size: Hyperparameters) -> list[TensorSpec]:
             is_attention = size.layer_kinds[layer] == "*"
             shapes = [each for each in shapes if each[0].startswith(_ATTENTION_PARTS) == is_attention]
         specs += [TensorSpec(prefix + name, shape) for name, shape in shapes]
-    specs.append(TensorSpec("model.norm.weight", (size.hidden_size,)))
+    specs += [TensorSpec(name, shape) for name, shape in _norm_shapes(size, "model.norm")]
     if not size.is_tied:
         specs.append(TensorSpec("lm_head.weight", (size.vocab_size, size.hidden_size)))
     return specs
@@ -207,7 +211,7 @@ def tensor_specs(size: Hyperparameters) -> list[TensorSpec]:
 def _attention_shapes(size: Hyperparameters) -> Iterator[tuple[str, tuple[int, ...]]]:
     query, kv = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
     if size.has_input_norms:
-        yield "input_layernorm.weight", (size.hidden_size,)
+        yield from _norm_shapes(size, "input_layernorm")
     for name, rows in (("q", query), ("k", kv), ("v", kv)):
         yield f"self_attn.{name}_proj.weight", (rows, size.hidden_size)
         if size.has_qkv_bias:
@@ -219,7 +223,13 @@ def _attention_shapes(size: Hyperparameters) -> Iterator[tuple[str, tuple[int, .
         yield "self_attn.q_norm.weight", (query if size.is_qk_norm_joint else size.head_dim,)
         yield "self_attn.k_norm.weight", (kv if size.is_qk_norm_joint else size.head_dim,)
     if size.has_input_norms:
-        yield "post_attention_layernorm.weight", (size.hidden_size,)
+        yield from _norm_shapes(size, "post_attention_layernorm")
+
+
+def _norm_shapes(size: Hyperparameters, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (size.hidden_size,)
+    if size.norm == "layer":
+        yield f"{name}.bias", (size.hidden_size,)
 
 
 def _mlp_shapes(size: Hyperparameters, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -231,7 +241,7 @@ def _mlp_shapes(size: Hyperparameters, layer: int) -> Iterator[tuple[str, tuple[
                 yield f"mlp.experts.{expert}.{name}.weight", shape
         yield from _shared_expert_shapes(hidden, size.experts)
         return
-    for name, shape in _gated_shapes(hidden, size.ffn_size):
+    for name, shape in _gated_shapes(hidden, size.ffn_size)[0 if size.has_gate else 1 :]:
         yield f"mlp.{name}.weight", shape
         if size.has_mlp_bias:
             yield f"mlp.{name}.bias", shape[:1]

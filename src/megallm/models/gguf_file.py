@@ -25,6 +25,8 @@ type Value = str | int | float | bool | list[str] | list[int] | list[float] | li
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _DEFAULT_ALIGNMENT: Final = 32
+_ROW_ITEMS: Final = 1 << 14
+"""Of the rows that tensors are dequantised in: with those of a small model the package's loop is slower."""
 _SCALARS: Final = {
     gguf.GGUFValueType.UINT8: "B",
     gguf.GGUFValueType.INT8: "b",
@@ -88,12 +90,12 @@ class GgufFile:
             stored = stored[rows.start : rows.stop]
         cut = columns if entry.shape[1:] else rows
         if cut is None:
-            values = gguf.quants.dequantize(stored, entry.kind)
+            values = _dequantised(stored, entry.kind)
         else:
             first, last = cut.start // block_items, -(-cut.stop // block_items)
             blocks = np.ascontiguousarray(stored[..., first * block_bytes : last * block_bytes])
             start = cut.start - first * block_items
-            values = gguf.quants.dequantize(blocks, entry.kind)[..., start : start + len(cut)]
+            values = _dequantised(blocks, entry.kind)[..., start : start + len(cut)]
         return np.array(values, np.float32, copy=None if values.flags.writeable else True, order="C")
 
     def check_readable(self, name: str) -> None:
@@ -139,6 +141,15 @@ class GgufFile:
                 f"{self.path}: metadata {key} is no array of {kind.__name__}; convert the file again"
             )
         return items
+
+
+def _dequantised(stored: NDArray[np.uint8], kind: gguf.GGMLQuantizationType) -> NDArray[np.float32]:
+    """Gives the values of rows of blocks, dequantised in rows of another length, of which there are fewer."""
+    block_items, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    num_blocks = stored.size // block_bytes
+    row_blocks = max(n for n in range(1, _ROW_ITEMS // block_items + 1) if num_blocks % n == 0)
+    values = gguf.quants.dequantize(stored.reshape(-1, row_blocks * block_bytes), kind)
+    return values.reshape(*stored.shape[:-1], -1)
 
 
 @cache

@@ -202,6 +202,13 @@ FAMILIES: Final = {
         name="seed_oss", fields=hf_fields.seed_oss, defaults={"head_dim": 128, "attention_bias": True}
     ),
     "GraniteForCausalLM": Family(name="granite", fields=hf_fields.granite),
+    "Starcoder2ForCausalLM": Family(
+        name="starcoder2",
+        fields=hf_fields.starcoder2,
+        defaults={"tie_word_embeddings": True},
+        activations=("gelu_pytorch_tanh",),
+        renamed=((".up_proj.", ".c_fc."), (".down_proj.", ".c_proj.")),
+    ),
     "OlmoeForCausalLM": Family(name="olmoe", fields=hf_fields.olmoe, defaults={"rms_norm_eps": 1e-5}),
     "Olmo2ForCausalLM": Family(
         name="olmo2", fields=hf_fields.olmo2, defaults={"rms_norm_eps": 1e-5}, renamed=_OUTPUT_NORMS

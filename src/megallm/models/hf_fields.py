@@ -101,8 +101,8 @@ def _sigmoid_experts(settings: Settings) -> Experts:
     is_renormalised = settings.value_or("norm_topk_prob", True) and num_chosen > 1  # megatron's rule
     if not is_renormalised or settings.value_or("n_group", 1) != 1:
         raise UnsupportedModelError(
-            f"{settings.path}: experts are scored by sigmoid; supported are norm_topk_prob true, n_group 1 and "
-            "num_experts_per_tok of 2 or more"
+            f"{settings.path}: of experts scored by sigmoid, supported are norm_topk_prob true, n_group 1, "
+            "and num_experts_per_tok of 2 or more"
         )
     ffn_size = settings.value("moe_intermediate_size", int)
     return Experts(
@@ -219,6 +219,21 @@ def granite(settings: Settings) -> Fields:
         "residual_factor": settings.value_or("residual_multiplier", 1.0),
         "score_scale": settings.value_or("attention_multiplier", 1.0),
         "logit_factor": 1 / settings.value_or("logits_scaling", 1.0),
+    }
+
+
+def starcoder2(settings: Settings) -> Fields:
+    """Mistral's; layer norms, an MLP without a gate, biases everywhere or nowhere."""
+    has_bias = settings.value_or("use_bias", True)
+    return {
+        **mistral(settings),
+        "has_qkv_bias": has_bias,
+        "has_output_bias": has_bias,
+        "has_mlp_bias": has_bias,
+        "norm": "layer",
+        "norm_epsilon": settings.value_or("norm_epsilon", 1e-5),
+        "activation": "gelu_tanh",
+        "has_gate": False,
     }
 
 

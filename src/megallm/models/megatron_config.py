@@ -48,12 +48,12 @@ def transformer_config(
         num_query_groups=size.num_kv_heads,
         kv_channels=size.head_dim,
         ffn_hidden_size=size.ffn_size,
-        normalization="RMSNorm",
+        normalization="RMSNorm" if size.norm == "rms" else "LayerNorm",
         layernorm_epsilon=size.norm_epsilon,
         qk_layernorm=size.has_qk_norm,
         activation_func=silu if size.activation == "silu" else _gelu_tanh,
         softmax_scale=size.score_scale,
-        gated_linear_unit=True,
+        gated_linear_unit=size.has_gate,
         rotary_interleaved=size.is_rope_interleaved,
         add_bias_linear=size.has_output_bias or size.has_mlp_bias,
         add_qkv_bias=size.has_qkv_bias,
@@ -118,7 +118,7 @@ def _gelu_tanh(gate: Tensor) -> Tensor:
 
 
 def _layer_spec(size: Hyperparameters, *, has_experts: bool = True) -> Any:  # Any: untyped specs
-    spec = get_gpt_layer_local_spec(
+    spec: Any = get_gpt_layer_local_spec(  # Any: the same
         num_experts=size.experts.num_experts if size.experts is not None and has_experts else None,
         moe_grouped_gemm=False,
         qk_layernorm=size.has_qk_norm,

@@ -110,7 +110,7 @@ def placements(size: Hyperparameters, names: LayerNames, part: RankPart = WHOLE)
         yield from _mlp(size, part, layer, names.mlp.format(place, 2 * place + 1))
     if not part.has_output:
         return
-    yield Placement(names.final_norm, (Source("model.norm.weight"),))
+    yield from _norm(size, names.final_norm.removesuffix(".weight"), "model.norm")
     if not size.is_tied:
         yield Placement("output_layer.weight", (Source("lm_head.weight", vocabulary),), is_padded=True)
     elif not part.has_embedding:
@@ -119,7 +119,7 @@ def placements(size: Hyperparameters, names: LayerNames, part: RankPart = WHOLE)
 
 def _attention(size: Hyperparameters, part: RankPart, source: str, target: str) -> Iterator[Placement]:
     if size.has_input_norms:
-        yield _whole(target + "input_layernorm.weight", source + "input_layernorm.weight")
+        yield from _norm(size, target + "input_layernorm", source + "input_layernorm")
     queries = part.tp.share(size.num_heads * size.head_dim)
     keys = part.tp.share(size.num_kv_heads * size.head_dim)
     for kind in ("weight", "bias") if size.has_qkv_bias else ("weight",):
@@ -144,18 +144,21 @@ def _attention(size: Hyperparameters, part: RankPart, source: str, target: str) 
 def _mlp(size: Hyperparameters, part: RankPart, layer: int, target: str) -> Iterator[Placement]:
     source = f"model.layers.{layer}."
     if size.has_input_norms:
-        yield _whole(target + "pre_mlp_layernorm.weight", source + "post_attention_layernorm.weight")
+        yield from _norm(size, target + "pre_mlp_layernorm", source + "post_attention_layernorm")
     if size.has_output_norms:
         yield _whole(target + "mlp.linear_fc2.output_norm.weight", source + OUTPUT_NORMS[1])
     if size.experts is None or not size.has_experts(layer):
         rows = part.tp.share(size.ffn_size)
-        yield from _gated(source + "mlp.", target + "mlp.", rows, has_bias=size.has_mlp_bias)
+        inner = ("gate", "up") if size.has_gate else ("up",)
+        yield from _mlp_halves(
+            source + "mlp.", target + "mlp.", rows, inner=inner, has_bias=size.has_mlp_bias
+        )
         return
     yield _whole(target + "mlp.router.weight", source + "mlp.gate.weight")
     yield from _beside_experts(size.experts, part, source, target + "mlp.")
     rows = part.etp.share(size.experts.ffn_size)
     for place, expert in enumerate(part.experts(size.experts.num_experts)):
-        yield from _gated(
+        yield from _mlp_halves(
             f"{source}mlp.experts.{expert}.", f"{target}mlp.experts.local_experts.{place}.", rows
         )
 
@@ -165,19 +168,31 @@ def _beside_experts(experts: Experts, part: RankPart, source: str, target: str) 
         yield _whole(target + "router.expert_bias", source + SCORE_BIAS)
     if experts.shared_ffn_size:
         rows = part.tp.share(experts.shared_ffn_size)
-        yield from _gated(source + "mlp.shared_expert.", target + "shared_experts.", rows)
+        yield from _mlp_halves(source + "mlp.shared_expert.", target + "shared_experts.", rows)
     if experts.has_shared_gate:
         yield _whole(target + "shared_experts.gate_weight", source + "mlp.shared_expert_gate.weight")
 
 
-def _gated(source: str, target: str, rows: range | None, *, has_bias: bool = False) -> Iterator[Placement]:
-    """Gives an MLP's placements; `rows`: of its gate that the rank holds."""
+def _mlp_halves(
+    source: str,
+    target: str,
+    rows: range | None,
+    *,
+    inner: tuple[str, ...] = ("gate", "up"),
+    has_bias: bool = False,
+) -> Iterator[Placement]:
+    """Gives an MLP's placements; `rows`: of each `inner` projection that the rank holds."""
     for kind in ("weight", "bias") if has_bias else ("weight",):
-        halves = tuple(Source(f"{source}{name}_proj.{kind}", rows) for name in ("gate", "up"))
+        halves = tuple(Source(f"{source}{name}_proj.{kind}", rows) for name in inner)
         yield Placement(f"{target}linear_fc1.{kind}", halves)
     yield Placement(f"{target}linear_fc2.weight", (Source(f"{source}down_proj.weight", columns=rows),))
     if has_bias:
         yield _whole(f"{target}linear_fc2.bias", f"{source}down_proj.bias")
+
+
+def _norm(size: Hyperparameters, parameter: str, tensor: str) -> Iterator[Placement]:
+    for kind in ("weight", "bias") if size.norm == "layer" else ("weight",):
+        yield _whole(f"{parameter}.{kind}", f"{tensor}.{kind}")
 
 
 def _whole(parameter: str, tensor: str) -> Placement:

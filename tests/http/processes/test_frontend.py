@@ -54,6 +54,11 @@ def resident_kb(pid: int) -> int:
     return int(resident)
 
 
+def environment_of(pid: int) -> list[str]:
+    """Gives what a process was started with."""
+    return Path(f"/proc/{pid}/environ").read_text(encoding="utf-8").split("\0")
+
+
 async def started(tasks: TaskGroup, rig: Rig, metrics: Path) -> FrontEnd:
     """Starts a front end of an engine and waits until it answers."""
     setup = FrontendSetup(
@@ -91,10 +96,9 @@ async def test_a_program_that_shares_its_own_figures_can_serve(
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
     async with running(LONG) as rig, anyio.create_task_group() as tasks:
         front_end = await started(tasks, rig, tmp_path)
-        path = Path(f"/proc/{front_end.process.pid}/environ")
-        environment = path.read_bytes().split(b"\0")
-        assert b"OTEL_SERVICE_NAME=chat" in environment
-        assert b"PROMETHEUS_MULTIPROC_DIR=/elsewhere" not in environment
+        environment = environment_of(front_end.process.pid)
+        assert "OTEL_SERVICE_NAME=chat" in environment
+        assert "PROMETHEUS_MULTIPROC_DIR=/elsewhere" not in environment
         front_end.peer.drain(0.0)
         assert await front_end.process.end() == 0
 

@@ -24,7 +24,8 @@ class PrefixChanges:
         self._is_flushed = False
 
     def __len__(self) -> int:
-        return len(self._is_known)
+        """Gives how many changes wait for a report; a flush is one."""
+        return len(self._is_known) + self._is_flushed
 
     def know(self, keys: Iterable[bytes]) -> None:
         """Notes that the cache has come to hold these, each after the one it follows."""

@@ -4,8 +4,9 @@ from megallm.core_async.actors.worker import Worker, WorkerActor
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.device.rank_group import Ranks
 from megallm.core_async.engine import Engine
+from megallm.core_async.errors import RankLostError
 from megallm.core_async.protocols import Runner, Tokenizer
-from megallm.core_async.ranks.blame import RankWorker
+from megallm.core_async.ranks.blame import BLAME_S, RankWorker
 from megallm.core_async.ranks.calls import Calls, FollowerCalls, LeaderCalls, ReplicaCalls
 from megallm.core_async.ranks.coordinator import Coordinator
 from megallm.core_async.ranks.follower import Follower
@@ -37,17 +38,25 @@ def assembled(
     led: list[Together] = []
     """Whom this rank leads; those of its own replica join with the engine's start."""
 
+    # a replica's failure that others share comes to be known through the coordinator
+    blame_s = 2 * BLAME_S if shares_experts else BLAME_S
+
     def make_worker(runner: Runner) -> WorkerActor:
+        if ranks is None and replicas is None:
+            return Worker(runner)
         if ranks is None:
-            return (
-                Worker(runner)
-                if replicas is None
-                else _replica_worker(runner, replicas, shares_experts=shares_experts)
-            )
+            assert replicas is not None
+            name = replicas.names[replicas.place]
+            report = engine.report if isinstance(engine, Replica) else _tell_nobody
+            worker = RankWorker(runner, name, report, blame_s=blame_s)
+            if not shares_experts:
+                worker.is_explained.set()  # by itself: no other rank takes part in its steps
+            return worker
         if replicas is None:
             leader = Leader(runner, ranks, engine.error, host=host, port=port)
         else:
-            leader = Leader(runner, ranks, engine.error, host=_own_host(host, replicas))
+            own_host = host if host is None or not replicas.place else address_towards(host)
+            leader = Leader(runner, ranks, engine.error, host=own_host, blame_s=blame_s)
         led.insert(0, leader)
         return leader
 
@@ -73,14 +82,5 @@ def assembled(
     return engine, LeaderCalls(engine, led)
 
 
-def _replica_worker(runner: Runner, replicas: Ranks, *, shares_experts: bool) -> RankWorker:
-    """Gives the worker of a replica of one rank, which names that where it fails."""
-    worker = RankWorker(runner, replicas.names[replicas.place], lambda _: None)
-    if not shares_experts:
-        worker.is_explained.set()  # by itself: no other rank takes part in its steps
-    return worker
-
-
-def _own_host(host: str | None, replicas: Ranks) -> str | None:
-    """Gives where a replica's leader listens for its own ranks: the coordinator's host is the first's."""
-    return host if host is None or not replicas.place else address_towards(host)
+def _tell_nobody(_failure: RankLostError) -> None:
+    """Is what the coordinator tells of its own worker's failure, before it ends all."""

@@ -15,6 +15,8 @@ from megallm.core_async.protocols import Runner
 
 BLAME_S: Final = 1.0
 """How long a failure waits for a better explanation."""
+TOLD_BLAME_S: Final = 0.5
+"""The same for one that another rank has told of, which is a better explanation than one's own."""
 
 
 class RankWorker(Worker):
@@ -25,9 +27,20 @@ class RankWorker(Worker):
     exit_deadline_s: ClassVar[float] = 1.0
     """And there it does not ask for the GIL."""
 
-    def __init__(self, runner: Runner, name: int, on_failure: Callable[[RankLostError], object]) -> None:
-        """`on_failure` is called on the worker's thread, before anyone else knows."""
+    def __init__(
+        self,
+        runner: Runner,
+        name: int,
+        on_failure: Callable[[RankLostError], object],
+        *,
+        blame_s: float = BLAME_S,
+    ) -> None:
+        """`on_failure` is called on the worker's thread, before anyone else knows.
+
+        `blame_s`: longer where the news of another rank's failure comes through a third.
+        """
         super().__init__(runner)
+        self._blame_s = blame_s
         self._name_of_rank = name
         self._on_failure = on_failure
         self.is_explained = threading.Event()
@@ -42,5 +55,5 @@ class RankWorker(Worker):
             failure = RankLostError(f"rank {self._name_of_rank} failed: {what}")
             failure.__cause__ = error
             self._on_failure(failure)
-            self.is_explained.wait(BLAME_S)
+            self.is_explained.wait(self._blame_s)
             raise failure from error

@@ -144,6 +144,10 @@ class Coordinator(Engine):
         await super()._start(supervisor)
         await self.replicas.all_started()
 
+    def _fail(self, failure: Exception) -> None:
+        super()._fail(failure)
+        self.replicas.say_end(self._ending())
+
     def _ending(self) -> Exception:
         """Gives what the other replicas end with: that the engine was stopped, or which rank has failed."""
         failure = self._failure
@@ -169,6 +173,10 @@ class Coordinator(Engine):
             self._router.address.tell(PrefixesChanged(link.place, output.prefixes))
         if self._detokenizer.address.room < HEADROOM:
             await lowlevel.checkpoint()
+
+    def figures_changed(self) -> None:
+        """See Listener."""
+        self._note_change()
 
     def step_begun(self, number: int) -> None:
         """See Listener."""

@@ -28,7 +28,7 @@ from megallm.core_async.messages import (
     WorkerMessage,
 )
 from megallm.core_async.protocols import Runner
-from megallm.core_async.ranks.blame import BLAME_S, RankWorker
+from megallm.core_async.ranks.blame import BLAME_S, TOLD_BLAME_S, RankWorker
 from megallm.core_async.ranks.together import Gathering
 from megallm.core_async.ranks.watch import STEP_S, Watch
 from megallm.core_async.transport.frames import error_of, fault_of
@@ -75,14 +75,18 @@ class Leader:
         host: str | None = None,
         port: int | None = None,
         step_s: float = STEP_S,
+        blame_s: float = BLAME_S,
     ) -> None:
-        """`why` gives what has ended the engine, where that was no rank; `host`, `port`: to listen on."""
+        """`why` gives what has ended the engine, where that was no rank; `host`, `port`: to listen on.
+
+        `blame_s`: see RankWorker.
+        """
         self._ranks = ranks
         self._why = why
         self._host, self._port = host, port
         self._step_s = step_s
         self._name = ranks.names[0]
-        self._own = RankWorker(runner, self._name, lambda _: None)
+        self._own = RankWorker(runner, self._name, lambda _: None, blame_s=blame_s)
         self._streams: list[RankStream[FromFollower]] = []
         self._failure: Exception | None = None
         self._has_gone = False
@@ -269,7 +273,7 @@ class Leader:
             case Here(num_steps):
                 self._watch.answered(stream.name, num_steps)
             case Failed(fault):
-                with anyio.move_on_after(BLAME_S):  # it may have failed because another rank has gone
+                with anyio.move_on_after(TOLD_BLAME_S):  # it may have failed because another rank has gone
                     await self._is_blamed.wait()
                 raise error_of(fault)
             case Join():

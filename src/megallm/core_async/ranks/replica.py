@@ -45,6 +45,7 @@ from megallm.core_async.transport.rank_frames import AskWhere, CallEnded, End, F
 from megallm.core_async.transport.ranks import Meeting, RankStream, connect
 from megallm.core_async.transport.replica_frames import (
     Close,
+    Figures,
     FromCoordinator,
     Order,
     OrderDone,
@@ -141,19 +142,25 @@ class Replica(Engine):
         await supervisor.start("calls", partial(self._calls.awaited.watch, self._watch))
         await self._has_gone_on.wait()
 
+    def report(self, failure: RankLostError) -> None:
+        """Tells the coordinator of a failure at once, from the worker's thread."""
+        self.post(partial(self._tell, Failed(fault_of(failure))))
+
     def _fail(self, failure: Exception) -> None:
         super()._fail(failure)
-        if not isinstance(self._failure, RankLostError):
-            what = f"rank {self._own_name} failed: {type(failure).__name__}: {failure}"
-            self._tell(Failed(fault_of(RankLostError(what))))
-        else:
-            self._tell(Failed(fault_of(self._failure)))
+        why = self._failure
+        if not isinstance(why, RankLostError):
+            why = RankLostError(f"rank {self._own_name} failed: {type(failure).__name__}: {failure}")
+        self._tell(Failed(fault_of(why)))
 
     async def _pass_on(self, batch: TokenBatch) -> None:
         report = None
         if self._prefix_changes is not None and len(self._prefix_changes):
             report = await self._allocator.address.ask(ReportPrefixes())
         self._tell(Output(batch, self.stats(), report))
+
+    def _note_change(self) -> None:
+        self._tell(Figures(self._stats))
 
     def _tell(self, frame: Struct) -> None:
         if self._coordinator is not None:

@@ -18,12 +18,14 @@ from megallm.core_async.errors import RankLostError
 from megallm.core_async.kit.reply import gone_error
 from megallm.core_async.kit.supervisor import Supervisor
 from megallm.core_async.messages import EngineStats, NewRequest, RequestId
+from megallm.core_async.ranks.blame import TOLD_BLAME_S
 from megallm.core_async.ranks.replica_link import ReplicaLink, loop_ahead_s
 from megallm.core_async.ranks.together import Gathering
 from megallm.core_async.transport.frames import error_of, fault_of
 from megallm.core_async.transport.rank_frames import AskWhere, CallMade, End, Failed, Go, Here, Join
 from megallm.core_async.transport.ranks import MeetingPlace, RankStream
 from megallm.core_async.transport.replica_frames import (
+    Figures,
     FromReplica,
     OrderDone,
     OrderedCall,
@@ -45,6 +47,10 @@ class Listener(Protocol):
 
     async def took_output(self, link: ReplicaLink, output: Output) -> None:
         """A step gave something."""
+        ...
+
+    def figures_changed(self) -> None:
+        """A replica has come to rest."""
         ...
 
     def step_begun(self, number: int) -> None:
@@ -85,9 +91,11 @@ class Replicas:
         """Those that are there, by place."""
         self.calls = Gathering(ranks.names[1:])
         """Calls of the lifecycle that every replica's program makes."""
-        self._has_gone_on = False
+        self._has_gone_on = self._has_ended = False
         self._num_starting = len(ranks.names) - 1
         self._all_started = anyio.Event()
+        self._is_blamed = anyio.Event()
+        """Set once a replica is lost: what else fails may be a consequence."""
 
     def to_all(self, frame: Struct) -> None:
         """Tells every one of them."""
@@ -101,6 +109,13 @@ class Replicas:
     def order(self, call: OrderedCall, *, mode: str, epoch: int) -> list[Callable[[], Awaitable[None]]]:
         """Has every one make a call of the lifecycle; gives the waits for each."""
         return [link.order(call, mode=mode, epoch=epoch).wait for link in self.links.values()]
+
+    def say_end(self, why: Exception) -> None:
+        """Tells every one of them what it ends with, and whoever waits for their calls; the first holds."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.calls.fail(lambda: gone_error("replicas", why))
+            self.to_all(End(fault_of(why)))
 
     # ---- running -------------------------------------------------------------------------------
 
@@ -138,8 +153,7 @@ class Replicas:
 
     async def _end(self, streams: list[RankStream[FromReplica]], why: Exception) -> None:
         """Says that it is over, and waits until the others have ended too, which they say by closing."""
-        self.calls.fail(lambda: gone_error("replicas", why))
-        self.to_all(End(fault_of(why)))
+        self.say_end(why)
         self.links.clear()
         deadline_s = LOST_DRAIN_S if isinstance(why, RankLostError) else DRAIN_S
         try:
@@ -158,13 +172,21 @@ class Replicas:
             async with Supervisor() as supervisor:
                 await supervisor.start("flush", link.stream.flush)
                 await supervisor.start("watch", partial(link.awaited.watch, link.watch))
-                while True:
-                    for frame in await link.stream.receive():
-                        await self._take(link, frame)
+                await self._read(link)
         except RankLostError as lost:
             if not self._has_gone_on or not self._stands_alone:
                 raise
             await self._lose(link, lost)
+
+    async def _read(self, link: ReplicaLink) -> None:
+        while True:
+            try:
+                frames = await link.stream.receive()
+            except RankLostError:
+                self._is_blamed.set()
+                raise
+            for frame in frames:
+                await self._take(link, frame)
 
     async def _lose(self, link: ReplicaLink, why: RankLostError) -> None:
         log.error("the replica of rank %d is gone, and the others go on: %s", link.name, why)
@@ -180,6 +202,9 @@ class Replicas:
         match frame:
             case Output():
                 await self._listener.took_output(link, frame)
+            case Figures(stats):
+                link.stats = stats
+                self._listener.figures_changed()
             case OrderDone():
                 link.done(frame)
             case CallMade(number, name):
@@ -199,6 +224,9 @@ class Replicas:
             case Here(num_steps):
                 link.watch.answered(link.name, num_steps)
             case Failed(fault):
+                if not self._stands_alone:
+                    with anyio.move_on_after(TOLD_BLAME_S):
+                        await self._is_blamed.wait()
                 raise error_of(fault)
             case Join():
                 raise RankLostError(f"rank {link.name} is lost: it joins twice")

@@ -79,6 +79,12 @@ class Output(Struct, frozen=True, tag=True, array_like=True):
     """What became of the prefix cache, where that matters to the routing."""
 
 
+class Figures(Struct, frozen=True, tag=True, array_like=True):
+    """How the replica stands, where no step's output says so: it has come to rest."""
+
+    stats: EngineStats
+
+
 class OrderDone(Struct, frozen=True, tag=True, array_like=True):
     """An order was carried out, or why it was not."""
 
@@ -87,5 +93,14 @@ class OrderDone(Struct, frozen=True, tag=True, array_like=True):
 
 
 type FromReplica = (
-    Join | ReplicaStarted | Output | OrderDone | CallMade | StepBegun | AskWhere | Here | Failed
+    Join
+    | ReplicaStarted
+    | Output
+    | Figures
+    | OrderDone
+    | CallMade
+    | StepBegun
+    | AskWhere
+    | Here
+    | Failed
 )
