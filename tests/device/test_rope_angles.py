@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor, nn
 
 from megallm.core_async.device.rope_angles import angles_of
 from megallm.core_async.errors import UnsupportedModelError
@@ -41,3 +42,17 @@ def test_other_modules_are_refused_by_name() -> None:
     """Angles that depend on more than the position can't be one table."""
     with pytest.raises(UnsupportedModelError, match="the rotary module is a Linear"):
         angles_of(nn.Linear(2, 2), 20, CPU)
+
+
+class TwoTables(RotaryEmbedding):
+    """Answers with two tables, as the bridge's for Gemma 3 does."""
+
+    def forward(self, max_seq_len: int) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride] - so does the bridge
+        """Gives one for layers with a window, and one for the others."""
+        return self.get_emb(max_seq_len), self.get_emb(max_seq_len)
+
+
+def test_a_module_that_answers_otherwise_than_megatron_s_is_refused_by_name() -> None:
+    """Its layers would take rows of one table for two tables, and go on."""
+    with pytest.raises(UnsupportedModelError, match="the rotary module is a TwoTables"):
+        angles_of(TwoTables(16, 1.0, use_cpu_initialization=True), 20, CPU)

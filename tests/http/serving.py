@@ -117,6 +117,8 @@ class Counts:
         assert e2e_s >= 0
         assert queue_s is None or queue_s >= 0
         self.told.append(("finished", (finish_reason, num_prompt_tokens, num_output_tokens)))
+        if queue_s is not None:
+            self.told.append(("queue", ()))
 
     def render(self) -> tuple[bytes, str]:
         return b"# nothing\n", "text/plain; version=0.0.4"

@@ -1,7 +1,8 @@
 """One rank's program that runs until a rank is lost, and says what each of its waiters got.
 
 Arguments: what the last rank does wrong by itself, "nothing" (the test kills or stops a process) or "raise";
-and whether the ranks are "tensor"-parallel or "stages" of a pipeline.
+and whether the ranks are "tensor"-parallel, "stages" of a pipeline, "replicas", or replicas with "experts"
+that each holds a part of.
 """
 
 import json
@@ -9,14 +10,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from megatron.core import parallel_state
 from torch import distributed
 
 from megallm import MegatronLLM
+from megallm.core_async.errors import RequestFailedError
 from megallm.models.megatron_setup import quiet_megatron
 from tests.fakes import FakeTokenizer
+from tests.ranks.split_moe import cpu_as_cuda, split_moe
 from tests.ranks.staged_model import Layout, staged_gpt
 from tests.small_llm import greedy, settings
 
@@ -45,25 +49,44 @@ def break_later(model: Any) -> None:  # Any: megatron's model
     model.decoder.layers[0].register_forward_pre_hook(before)
 
 
+def model_of(kind: str, num_ranks: int) -> Any:  # Any: megatron's model
+    """Gives this rank's part of a model."""
+    layouts = {"tensor": Layout(tp=num_ranks), "stages": Layout(pp=num_ranks)}
+    layout = layouts.get(kind, Layout())
+    with quiet_megatron():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            expert_model_parallel_size=num_ranks if kind == "experts" else 1,
+            create_gloo_process_groups=False,
+        )
+        return split_moe("alltoall") if kind == "experts" else staged_gpt(layout)
+
+
+def generate(llm: MegatronLLM) -> list[int]:
+    """Generates from some prompts; raises what a result says of its failure."""
+    results = llm.generate([[1, 2, 3], [4, 5], [6], [7]], greedy(100), progress=False)
+    for result in results:
+        if result.failed():
+            raise RequestFailedError(str(result.stop_reason))
+    return [len(result.generated_tokens) for result in results]
+
+
 def main() -> None:
     """Runs until the engine has failed; every waiter's outcome is a line of the report."""
     distributed.init_process_group("gloo")
     rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
     fault, kind = sys.argv[1:]
-    layout = Layout(pp=num_ranks) if kind == "stages" else Layout(tp=num_ranks)
-    with quiet_megatron():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            create_gloo_process_groups=False,
-        )
-        model = staged_gpt(layout)
+    model = model_of(kind, num_ranks)
     if fault == "raise" and rank == num_ranks - 1:
         break_later(model)
     llm = MegatronLLM(model=model, tokenizer=FakeTokenizer(), inference_config=settings())
     calls: dict[str, Callable[[], object]] = {"wait_for_shutdown": llm.wait_for_shutdown}
+    goes_on = kind == "replicas" and llm.is_primary_rank
+    if goes_on:
+        calls = {}
     if llm.is_primary_rank:
-        calls["generate"] = lambda: llm.generate([[1, 2, 3], [4, 5]], greedy(100), progress=False)
+        calls["generate"] = lambda: generate(llm)
     else:
         calls["pause"] = llm.pause
     report: dict[str, object] = {}
@@ -79,9 +102,12 @@ def main() -> None:
     print("running", flush=True)  # noqa: T201 - the parent reads it
     for waiter in waiters:
         waiter.join()
+    if goes_on:
+        report["after"] = generate(llm)
     llm.shutdown()
     print(json.dumps(report), flush=True)  # noqa: T201 - the same
 
 
 if __name__ == "__main__":
-    main()
+    with cpu_as_cuda() if "experts" in sys.argv else nullcontext():
+        main()

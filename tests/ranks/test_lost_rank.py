@@ -24,6 +24,9 @@ def busy() -> float:
         ("tensor", 0, signal.SIGKILL),
         ("tensor", 1, signal.SIGSTOP),
         ("stages", 1, signal.SIGKILL),
+        ("replicas", 0, signal.SIGKILL),
+        ("replicas", 0, signal.SIGSTOP),
+        ("experts", 1, signal.SIGKILL),
     ],
 )
 def test_a_rank_that_goes_or_hangs_ends_every_waiter(
@@ -50,3 +53,20 @@ def test_a_rank_that_raises_ends_all_with_the_same_cause(rank_processes: Ranks) 
         reports = [process.report() for process in processes]
     causes = {outcome["cause"] for report in reports for outcome in report.values()}
     assert causes == {"RankLostError('rank 1 failed: ArithmeticError: the weights are broken')"}
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_replica_fails_what_it_had_begun_and_the_others_go_on(
+    rank_processes: Ranks, sent: signal.Signals
+) -> None:
+    """The rank is named to whoever's request it was; nobody else notices."""
+    with rank_processes.running("tests.ranks.lost_rank", 2, "nothing", "replicas") as processes:
+        for process in processes:
+            process.wait_for("running")
+        processes[1].send(sent)
+        began = time.time()
+        report = processes[0].report()
+    outcome = report["generate"]
+    assert float(outcome["at"]) - began < LIMIT_S * busy(), outcome
+    assert outcome["error"].startswith("RequestFailedError('rank 1 is lost"), outcome
+    assert report["after"] == [100] * 4

@@ -60,18 +60,15 @@ class RequestSpans:
         method = scope["method"] if scope["method"] in METHODS else "_OTHER"
         route = self._route_of(scope["path"], scope["method"])
         word = "HTTP" if method == "_OTHER" else method
-        span = self._tracer.start_span(
-            word if route is None else f"{word} {route}",
-            _parent_of(scope),
-            SpanKind.SERVER,
-            _request_attributes(scope, method, route, exchange.request_id),
-        )
-        exchange.noted["trace_id"] = f"{span.get_span_context().trace_id:032x}"
+        attributes = _request_attributes(scope, method, route, exchange.request_id)
         operation = OPERATIONS.get((route or "").removeprefix("/v1"))
         if operation is not None:
-            span.set_attribute("gen_ai.operation.name", operation)
-            span.set_attribute("gen_ai.provider.name", "megallm")
-            span.set_attribute("gen_ai.response.model", self._model_name)
+            attributes["gen_ai.operation.name"] = operation
+            attributes["gen_ai.provider.name"] = "megallm"
+            attributes["gen_ai.response.model"] = self._model_name
+        name = word if route is None else f"{word} {route}"
+        span = self._tracer.start_span(name, _parent_of(scope), SpanKind.SERVER, attributes)
+        exchange.noted["trace_id"] = f"{span.get_span_context().trace_id:032x}"
         return RequestSpan(span, exchange)
 
     def _route_of(self, path: str, method: str) -> str | None:
@@ -91,20 +88,19 @@ class RequestSpan:
 
     def end(self, status: int | None) -> None:
         """Ends it with what was noted of the exchange. `status` None: none was sent."""
-        noted, span = self._exchange.noted, self._span
-        for name, attribute in NOTED.items():
-            if name in noted:
-                span.set_attribute(attribute, noted[name])
+        noted = self._exchange.noted
+        attributes = {attribute: noted[name] for name, attribute in NOTED.items() if name in noted}
         if "finished" in noted:
             reasons = [reason for reason, num in noted["finished"].items() for _ in range(num)]
-            span.set_attribute("gen_ai.response.finish_reasons", reasons)
+            attributes["gen_ai.response.finish_reasons"] = reasons
         if status is not None:
-            span.set_attribute("http.response.status_code", status)
+            attributes["http.response.status_code"] = status
         error = _error_of(noted, status)
         if error is not None:
-            span.set_attribute("error.type", error)
-            span.set_status(StatusCode.ERROR)
-        span.end()
+            attributes["error.type"] = error
+            self._span.set_status(StatusCode.ERROR)
+        self._span.set_attributes(attributes)
+        self._span.end()
 
 
 def _error_of(noted: Mapping[str, Any], status: int | None) -> str | None:  # Any: as an exchange notes it

@@ -24,6 +24,7 @@ async def test_metrics_hear_of_each_choice() -> None:
         assert len(served.counts.of("first")) == 2
         assert served.counts.of("tokens") == [(2,), (2,)]
         assert served.counts.of("finished") == [("length", 5, 3), ("length", 5, 3)]
+        assert len(served.counts.of("queue")) == 2
 
 
 async def test_metrics_of_a_stream_are_the_same_counts() -> None:
@@ -34,6 +35,7 @@ async def test_metrics_of_a_stream_are_the_same_counts() -> None:
         assert len(served.counts.of("first")) == 2
         assert sum(num for (num,) in served.counts.of("tokens")) == 4
         assert served.counts.of("finished") == [("length", 5, 3), ("length", 5, 3)]
+        assert len(served.counts.of("queue")) == 2
 
 
 async def test_cached_tokens_of_a_prompt_are_counted_once() -> None:

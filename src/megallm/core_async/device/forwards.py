@@ -38,7 +38,7 @@ def plain_linear(
 
 
 def router_gate(router: MegatronModule) -> Callable[[Tensor], Tensor]:
-    """Gives an expert router's scores without moving its weights to the current CUDA device."""
+    """Gives an expert router's scores: of no tokens, too, and with weights that are on a CPU."""
 
     def gating(hidden: Tensor) -> Tensor:
         dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype, hidden.dtype)

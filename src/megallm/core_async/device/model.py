@@ -302,7 +302,7 @@ class ModelHook:
             if is_plain_linear(module):
                 self._swap(module, "forward", plain_linear(module, ops.linear))
                 self._prepare(module, ops)
-            elif isinstance(module, Router) and self.shape.device.type == "cpu":
+            elif isinstance(module, Router) and (self.experts.is_spread or self.shape.device.type == "cpu"):
                 self._swap(module, "gating", router_gate(module))
 
     def _prepare(self, linear: MegatronModule, ops: LayerOps) -> None:

@@ -25,10 +25,12 @@ def angles_of(
 
     Raises: UnsupportedModelError for a module whose angles depend on more than the position.
     """
-    if not hasattr(rotary, "get_emb"):
+    kind: MegatronModule = type(rotary)
+    # one that answers in a way of its own, as the bridge's for Gemma 3 with two tables, would be misread
+    if not hasattr(rotary, "get_emb") or not str(kind.forward.__module__).startswith("megatron.core."):
         raise UnsupportedModelError(
-            f"the rotary module is a {type(rotary).__name__}; "
-            "supported are RotaryEmbedding and YarnRotaryEmbedding"
+            f"the rotary module is a {kind.__name__}; supported are RotaryEmbedding and YarnRotaryEmbedding, "
+            "a model's own or a layer's"
         )
     swaps = Swaps()
     if device.type != "cuda":

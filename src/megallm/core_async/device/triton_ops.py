@@ -74,7 +74,7 @@ class TritonOps:
 def _is_few(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         bias is None
-        and rows.numel() <= MAX_FEW_ROWS * rows.shape[-1]
+        and 0 < rows.numel() <= MAX_FEW_ROWS * rows.shape[-1]
         and rows.dtype is weight.dtype
         and rows.dtype in (torch.bfloat16, torch.float16)
         and rows.is_contiguous()

@@ -4,6 +4,7 @@ A hint, and bounded like one: what is lost of it costs a router a better choice,
 anything. Knows keys; neither blocks nor who takes the reports.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from megallm.core_async.messages import PrefixReport
@@ -20,7 +21,7 @@ class PrefixChanges:
         assert 0 < max_report <= max_waiting, f"reports of {max_report} keys, {max_waiting} wait"
         self._max_report = max_report
         self._max_waiting = max_waiting
-        self._is_known: dict[bytes, bool] = {}
+        self._is_known = OrderedDict[bytes, bool]()
         self._is_flushed = False
 
     def __len__(self) -> int:
@@ -44,9 +45,9 @@ class PrefixChanges:
         """Gives the oldest changes that no report has had; what a report has no room for, the next has."""
         known: list[bytes] = []
         forgotten: list[bytes] = []
-        changes = self._is_known
-        for key in list(changes) if len(changes) <= self._max_report else self._oldest(self._max_report):
-            (known if changes.pop(key) else forgotten).append(key)
+        for _ in range(min(len(self._is_known), self._max_report)):
+            key, is_known = self._is_known.popitem(last=False)
+            (known if is_known else forgotten).append(key)
         is_flushed, self._is_flushed = self._is_flushed, False
         return PrefixReport(known, forgotten, is_flushed)
 
@@ -55,12 +56,7 @@ class PrefixChanges:
     def _note(self, keys: Iterable[bytes], *, is_known: bool) -> None:
         changes = self._is_known
         for key in keys:
-            changes.pop(key, None)
             changes[key] = is_known
-        if len(changes) > self._max_waiting:
-            for key in self._oldest(len(changes) - self._max_waiting):
-                del changes[key]
-
-    def _oldest(self, count: int) -> list[bytes]:
-        keys = iter(self._is_known)
-        return [next(keys) for _ in range(count)]
+            changes.move_to_end(key)
+        while len(changes) > self._max_waiting:
+            changes.popitem(last=False)
