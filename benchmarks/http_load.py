@@ -6,6 +6,7 @@ benchmarks.http_load` prints one JSON object. It parses nothing that it need not
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import sys
@@ -18,6 +19,8 @@ from msgspec import Struct
 from msgspec import json as msgspec_json
 
 PROMPT: Final = [1] * 32
+FIRST: Final = b"data:"
+"""Of a stream's body; it may come with the head, or behind it."""
 END: Final = b"0\r\n\r\n"
 """Of a chunked response."""
 
@@ -44,6 +47,7 @@ class Connection(asyncio.BufferedProtocol):
         self._waiter: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
         self.times: list[float] = []
+        """When bytes of the response's body came; of one that is not streamed, any bytes."""
         self._is_chunked = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -56,9 +60,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """See asyncio."""
-        self.times.append(time.perf_counter())
+        now = time.perf_counter()
         last = bytes(self._buffer[:nbytes])
         self._came += last
+        if self.times or not self._is_chunked or FIRST in self._came:
+            self.times.append(now)
         if self._waiter is not None and self._is_whole(last):
             self._waiter.set_result(None)
             self._waiter = None
@@ -123,8 +129,8 @@ async def load(port: int, num_clients: int, num_rounds: int, num_tokens: int, *,
             answer = await connection.ask(head.encode() + text, is_streamed=is_streamed)
             assert b" 200 " in answer[:20], answer[:500]
             assert not is_streamed or b"[DONE]" in answer[-100:], answer[-500:]
-            firsts.append((connection.times[min(1, len(connection.times) - 1)] - began) * 1e3)
-            pairs = zip(connection.times[1:], connection.times[2:], strict=False)
+            firsts.append((connection.times[0] - began) * 1e3)
+            pairs = itertools.pairwise(connection.times)
             betweens.extend((later - earlier) * 1e3 for earlier, later in pairs)
 
     began = time.perf_counter()

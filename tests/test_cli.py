@@ -118,6 +118,7 @@ def test_bad_usage_is_one_line_with_the_remedy_and_code_2(command: str, message:
         (EngineDeadError("the engine failed in step 3"), 3),
         (EngineBusy("1,000,000 requests wait; try again later"), 3),
         (OSError("no space left on device"), 3),
+        (FileNotFoundError(2, "No such file or directory", "schema.json"), 2),
         (MemoryError(), 3),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
@@ -126,7 +127,11 @@ def test_an_error_of_the_engine_is_one_line_and_says_whose_fault_it_is(error: Ex
     """Code 2: change the command. Code 3: the machine or the engine."""
     got, message = outcome("generate", "hi", raises=error)
     assert got == code
-    assert message == f"megallm: {str(error) or 'MemoryError; --debug shows where'}\n"
+    said = {
+        "MemoryError": "MemoryError; --debug shows where",
+        "FileNotFoundError": "schema.json: No such file or directory",
+    }
+    assert message == f"megallm: {said.get(type(error).__name__, str(error))}\n"
 
 
 def test_debug_adds_the_trace() -> None:

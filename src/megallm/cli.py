@@ -50,6 +50,8 @@ class Surroundings(Struct, frozen=True):
     stderr: TextIO
     leads: bool = True
     """No other rank does."""
+    check_port: Callable[[Any], object] | None = None
+    """Refuses a `ServeConfig` whose port can't be had. Any: its module takes a while to import."""
 
 
 class Command(Struct, frozen=True):
@@ -78,7 +80,10 @@ def _chat(options: argparse.Namespace, at: Surroundings) -> int:
 
 def _serve(options: argparse.Namespace, at: Surroundings) -> int:
     options.api_key = options.api_key or os.environ.get(serve.API_KEY_VARIABLE) or None
-    return serve.run(options, load=at.load, open_engine=at.open_serving, stderr=at.stderr)
+    check_port = at.check_port if at.leads else None
+    return serve.run(
+        options, load=at.load, open_engine=at.open_serving, stderr=at.stderr, check_port=check_port
+    )
 
 
 def _model_card(options: argparse.Namespace, at: Surroundings) -> int:
@@ -144,6 +149,7 @@ def main() -> int:
         stdout=sys.stdout,
         stderr=sys.stderr,
         find_rank=_find_rank,
+        check_port=lambda config: config.listen().close(),
     )
 
 
@@ -157,6 +163,7 @@ def run(
     stdout: TextIO,
     stderr: TextIO,
     find_rank: Callable[[], Launched] = Launched,
+    check_port: Callable[[Any], object] | None = None,  # Any: see Surroundings
 ) -> int:
     """Runs one command line with this loader and engine, as a rank; gives the exit code."""
     is_debug = "--debug" in argv
@@ -165,7 +172,10 @@ def run(
     def failed(error: Exception, code: int) -> int:
         if is_debug:
             traceback.print_exception(error, file=stderr)
-        message = " ".join(str(error).split()) or f"{type(error).__name__}; --debug shows where"
+        said = str(error)
+        if isinstance(error, OSError) and error.strerror:  # without its number
+            said = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        message = " ".join(said.split()) or f"{type(error).__name__}; --debug shows where"
         who = f"rank {rank.rank}: " if rank.rank else ""
         print(f"megallm: {who}{message}", file=stderr)
         return code
@@ -177,7 +187,8 @@ def run(
         chosen = {name: value for name, value in given.items() if value is not None}
         if rank.rank and "progress" in chosen:
             chosen["progress"] = False
-        at = Surroundings(partial(load, **chosen), open_engine, open_serving, stdin, stdout, stderr)
+        loader = partial(load, **chosen)
+        at = Surroundings(loader, open_engine, open_serving, stdin, stdout, stderr, check_port=check_port)
         return COMMANDS[options.command].run(options, _on_rank(at, options, rank))
     except KeyboardInterrupt:
         if not rank.rank:

@@ -268,9 +268,9 @@ def test_json_lines_in_give_json_lines_out_that_can_be_told_apart(tmp_path: Path
 
 def test_a_conversation_needs_a_template() -> None:
     """Its turns joined some other way would be another model's format."""
-    line = '{"messages": [{"role": "user", "content": "Hi"}]}'
-    with pytest.raises(ValueError, match="the model has no chat template; give 'prompt' instead"):
-        run("--input-format", "jsonl", stdin=line)
+    lines = '{"prompt": "Hi"}\n{"messages": [{"role": "user", "content": "Hi"}]}'
+    with pytest.raises(ValueError, match=r"^prompt 2 of 2: .* no chat template; give 'prompt' instead"):
+        run("--input-format", "jsonl", stdin=lines)
 
 
 def test_a_schema_reaches_the_sampling_parameters() -> None:

@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import errno
 import io
 import json
 import re
 import shlex
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import pytest
 
@@ -137,6 +138,30 @@ def test_the_options_reach_the_server() -> None:
     assert engine.config.tracing
     assert "3 server processes" in said
     assert "http://127.0.0.1:1234" in said
+
+
+def test_a_port_that_cant_be_had_is_refused_before_anything_is_loaded() -> None:
+    """Loading takes long, and somebody else's server on port 8000 is the usual mistake."""
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+
+    def load(name: str, num_threads: int | None) -> NoReturn:
+        raise AssertionError("the model is loaded")
+
+    def open_engine(model: object, tokenizer: object, options: object) -> NoReturn:
+        raise AssertionError("the engine is started")
+
+    def check_port(config: Any) -> NoReturn:
+        raise OSError(errno.EADDRINUSE, f"port {config.port} is in use")
+
+    with pytest.raises(OSError, match="port 8000 is in use"):
+        serve.run(
+            parser.parse_args([]),
+            load=load,
+            open_engine=open_engine,
+            stderr=io.StringIO(),
+            check_port=check_port,
+        )
 
 
 def test_a_rank_that_another_one_serves_for_ends_quietly() -> None:

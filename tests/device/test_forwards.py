@@ -51,3 +51,9 @@ def test_router_gate_gives_megatrons_scores_in_the_routers_dtype() -> None:
         assert router_gate(router)(hidden).dtype == torch.float64
     finally:
         router.config.moe_router_dtype = kept
+
+
+def test_router_gate_scores_no_tokens() -> None:
+    """Megatron's own can't, and a replica without requests has none for the experts it shares."""
+    router = built("mixture of experts").decoder.layers[0].mlp.router
+    assert router_gate(router)(torch.empty(0, 1, 64)).shape == (0, 1, 4)

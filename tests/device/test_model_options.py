@@ -1,9 +1,11 @@
 """Which models are taken at all."""
 
 import pytest
+import torch
 from torch import nn
 
 from megallm.core_async.device.model import ModelHook
+from megallm.core_async.device.model_options import device_of
 from megallm.core_async.errors import UnsupportedModelError
 from tests.device.conftest import built
 from tests.device.models import Megatron
@@ -55,6 +57,12 @@ def test_what_splits_tokens_by_itself_is_refused_beside_sequence_parallel(
     monkeypatch.setattr(model.config, "tensor_model_parallel_size", 2)
     with pytest.raises(UnsupportedModelError, match=told):
         ModelHook(model)
+
+
+def test_a_model_without_parameters_is_where_others_would_be() -> None:
+    """A stage of a pipeline may have no layer, and hands on what it gets."""
+    assert device_of(nn.Identity()).type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert device_of(nn.Linear(2, 2, device="meta")).type == "meta"
 
 
 def test_cached_latents_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

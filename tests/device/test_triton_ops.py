@@ -33,3 +33,9 @@ def test_every_way_of_a_product_gives_what_torch_gives(num_rows: int) -> None:
         torch.testing.assert_close(sums, expected_sums, rtol=1e-2, atol=6e-2)
         torch.testing.assert_close(normed, expected_normed, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(ours.rms_norm(residual, norm, 1e-5), torchs.rms_norm(residual, norm, 1e-5))
+
+
+def test_product_of_no_rows_is_empty() -> None:
+    """A step that samples nothing has none for the output layer, whose tokens are many."""
+    rows, weight = torch.empty(0, 1, 16).half(), torch.zeros(70_000, 16).half()
+    assert TritonOps().linear(rows, weight, None).shape == (0, 1, 70_000)

@@ -40,6 +40,7 @@ def _plain(model: Any) -> Generator[None]:  # Any: the same
             _window(model.config, attention.layer_number),
             scale=model.config.softmax_scale,
             softcap=getattr(model.config, SCORE_SOFTCAP, None),
+            sinks=attention.core_attention.softmax_offset,
         )
     try:
         with mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")):
@@ -55,8 +56,11 @@ def _window(config: Any, layer_number: int) -> int | None:  # Any: the same
 
 
 class _Causal(nn.Module):
-    def __init__(self, window: int | None, *, scale: float | None, softcap: float | None) -> None:
+    def __init__(
+        self, window: int | None, *, scale: float | None, softcap: float | None, sinks: Tensor | None
+    ) -> None:
         super().__init__()
+        self._sinks = sinks
         self._window = window
         self._scale = scale
         self._softcap = softcap
@@ -66,7 +70,7 @@ class _Causal(nn.Module):
         queries, keys, values = (part[:, 0].transpose(0, 1) for part in (query, key, value))
         distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
         mask = (distance >= 0) & (distance <= (len(query) if self._window is None else self._window))
-        if self._softcap is None:
+        if self._softcap is None and self._sinks is None:
             mixed = scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, scale=self._scale, enable_gqa=True
             )
@@ -74,6 +78,10 @@ class _Causal(nn.Module):
             repeats = len(queries) // len(keys)
             keys, values = (part.repeat_interleave(repeats, dim=0) for part in (keys, values))
             scores = queries @ keys.transpose(-1, -2) * (self._scale or query.shape[-1] ** -0.5)
-            scores = self._softcap * (scores / self._softcap).tanh()
-            mixed = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
+            if self._softcap is not None:
+                scores = self._softcap * (scores / self._softcap).tanh()
+            scores = scores.masked_fill(~mask, -torch.inf)
+            if self._sinks is not None:
+                scores = torch.cat((scores, self._sinks.view(-1, 1, 1).expand(-1, len(query), 1)), dim=-1)
+            mixed = scores.softmax(-1)[..., : len(query)] @ values
         return mixed.transpose(0, 1).reshape(len(query), 1, -1)

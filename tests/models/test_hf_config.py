@@ -137,7 +137,7 @@ def test_gemma_3_s_windowed_layers_turn_as_the_config_says_in_either_spelling() 
     ("changes", "said"),
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported is silu"),
-        ({"architectures": ["GptOssForCausalLM"]}, "supported are LlamaForCausalLM, Mistral"),
+        ({"architectures": ["MambaForCausalLM"]}, "supported are LlamaForCausalLM, Mistral"),
         ({"architectures": None}, "supported are LlamaForCausalLM, Mistral"),
         (
             {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},

@@ -174,6 +174,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # Any: settings of many types
             "rope_parameters": LINEAR_ROPE | {"partial_rotary_factor": 1.0},
         },
     ),
+    "gpt oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "swiglu_limit": 0.5,
+            "rope_parameters": YARN_ROPE | {"truncate": False},
+        },
+    ),
     "ernie 4.5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
     "seed oss": ("seed_oss", {"head_dim": 8, "attention_out_bias": True}),
     "seed oss, no biases": ("seed_oss", {"head_dim": 16, "attention_bias": False}),

@@ -93,6 +93,7 @@ def test_experts_scored_by_sigmoid_share_one_as_large_as_several() -> None:
         ("Glm4Moe", {"n_group": 4}, "supported are norm_topk_prob true, n_group 1"),
         ("Dots1", {"num_experts_per_tok": 1}, "num_experts_per_tok of 2 or more"),
         ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; supported is null"),
+        ("GptOss", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5; supported is 1.702"),
     ],
 )
 def test_what_megatron_computes_otherwise_is_refused(name: str, changes: dict[str, Any], said: str) -> None:

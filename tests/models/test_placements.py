@@ -29,7 +29,16 @@ SHARED = msgspec.structs.replace(
         MIXED.experts, shared_ffn_size=12, has_shared_gate=True, scoring="sigmoid"
     ),
 )
-SIZES = {"plain": TINY, "everything": ALL, "experts": MIXED, "a shared expert, output norms": SHARED}
+BIASED = msgspec.structs.replace(
+    MIXED, has_sinks=True, experts=msgspec.structs.replace(MIXED.experts, has_bias=True)
+)
+SIZES = {
+    "plain": TINY,
+    "everything": ALL,
+    "experts": MIXED,
+    "a shared expert, output norms": SHARED,
+    "biased experts, sinks": BIASED,
+}
 UNGATED = msgspec.structs.replace(ALL, norm="layer", has_gate=False)
 UNNORMED = msgspec.structs.replace(ALL, has_input_norms=False, has_output_norms=True)
 
@@ -153,7 +162,12 @@ def slice_of(name: str, values: Tensor, part: RankPart) -> Tensor:
     place = part.etp if ".local_experts." in name else part.tp
     if "linear_fc1." in name:
         return torch.cat([half.chunk(place.size)[place.rank] for half in values.chunk(2)])
-    if "linear_qkv." in name or "word_embeddings" in name or "output_layer" in name:
+    if (
+        "linear_qkv." in name
+        or "softmax_offset" in name
+        or "word_embeddings" in name
+        or "output_layer" in name
+    ):
         return values.chunk(place.size)[place.rank]
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return values.chunk(place.size, dim=1)[place.rank]

@@ -35,10 +35,12 @@ def test_a_few_streams_are_given_every_token() -> None:
     assert not pace.has_waiting
 
 
-def test_many_streams_are_given_two_tokens_at_once() -> None:
-    """At 256 streams and 20 ms a step one write in two is saved; the first token is not late."""
-    times_s = [number * STEP_S for number in range(8)]
-    assert given_at(pace_of(256), RequestId(3), times_s) == [0, 2, 4, 6]
+@pytest.mark.parametrize(("num_streams", "num_together"), [(100, 1), (200, 2), (256, 3), (1000, 3)])
+def test_many_streams_are_given_several_tokens_at_once(num_streams: int, num_together: int) -> None:
+    """At 256 streams and 20 ms a step two writes in three are saved; the first token is not late."""
+    times_s = [number * STEP_S for number in range(9)]
+    given = given_at(pace_of(num_streams), RequestId(3), times_s)
+    assert given == list(range(0, 9, num_together))
 
 
 def test_slow_steps_let_nobody_wait() -> None:
@@ -73,10 +75,10 @@ def test_a_stream_that_has_no_more_steps_is_late_and_given_once() -> None:
     given_at(pace, gone, [0.0, STEP_S])
     given_at(pace, other, [STEP_S])
     assert pace.take_late() == []
-    given_at(pace, other, [2 * STEP_S])
+    given_at(pace, other, [2 * STEP_S, 3 * STEP_S])
     assert pace.has_waiting
     assert pace.take_late() == []
-    pace.time_s = 3 * STEP_S
+    given_at(pace, other, [4 * STEP_S])
     assert list(pace.take_late()) == [gone]
     assert list(pace.take_late()) == []
 
@@ -87,7 +89,7 @@ def test_what_is_taken_when_no_step_comes_counts_as_given() -> None:
     given_at(pace, RequestId(1), [0.0, STEP_S])
     assert list(pace.take_all()) == [1]
     assert not pace.has_waiting
-    assert given_at(pace, RequestId(1), [STEP_S, 2 * STEP_S, 3 * STEP_S]) == [2]
+    assert given_at(pace, RequestId(1), [number * STEP_S for number in range(1, 5)]) == [3]
 
 
 def test_a_stream_that_ends_waits_no_more() -> None:

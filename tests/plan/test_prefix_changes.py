@@ -47,10 +47,12 @@ def test_reports_are_bounded_and_the_oldest_changes_come_first() -> None:
 
 def test_what_nobody_takes_is_lost_from_its_oldest_on() -> None:
     """A cache that nobody asks must not grow a list for ever."""
-    changes = PrefixChanges(max_report=2, max_waiting=3)
-    changes.know([b"a", b"b", b"c", b"d", b"e"])
-    assert len(changes) == 3
-    assert changes.take() == PrefixReport([b"c", b"d"], [])
+    changes = PrefixChanges(max_report=2, max_waiting=4)
+    changes.know([b"a", b"b", b"c", b"d"])
+    assert len(changes) == 4
+    changes.know([b"e"])
+    assert changes.take() == PrefixReport([b"d", b"e"], [])
+    assert not len(changes)
 
 
 def test_bounds_that_make_no_sense_are_refused() -> None:

@@ -8,7 +8,7 @@ Nothing here sets up process groups: `load_model` does. Each rank prints one JSO
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -21,11 +21,16 @@ from tests.models.tiny_hf import PROMPT
 from tests.ranks.tensor_parallel import seen
 from tests.small_llm import greedy
 
+if TYPE_CHECKING:
+    from megallm.models.gpt import ModelClass
 
-def load(source: Path, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Any:  # Any: megatron's model
+
+def load(
+    source: Path, *, tp: int = 1, pp: int = 1, ep: int = 1, model_class: "ModelClass | None" = None
+) -> tuple[Any, Any]:  # Any: megatron's model and its tokenizer
     """Loads this rank's part of a model, split anew."""
     parallel_state.destroy_model_parallel()
-    return load_model(source, device="cpu", dtype="float32", tp=tp, pp=pp, ep=ep)[0]
+    return load_model(source, device="cpu", dtype="float32", tp=tp, pp=pp, ep=ep, model_class=model_class)
 
 
 @torch.inference_mode()
@@ -69,12 +74,18 @@ def main() -> None:
     report["llama tp"] = logits(model)
     report["llama ids"] = generated(model, tokenizer)
     report["rows"] = [len(model.embedding.word_embeddings.weight), model.vocab_size]
-    report["run tp"] = logits(load(folders["run"], tp=2))
-    report["run pp"] = logits(load(folders["run"], pp=2))
-    report["tied pp"] = logits(load(folders["tied"], pp=2))
-    report["mixtral ep"] = logits(load(folders["mixtral"], tp=2, ep=2))
-    report["mixtral tp"] = logits(load(folders["mixtral"], tp=2))
-    report["mixtral pp"] = logits(load(folders["mixtral"], pp=2))
+    report["run tp"] = logits(load(folders["run"], tp=2)[0])
+    report["run pp"] = logits(load(folders["run"], pp=2)[0])
+    report["gguf tp"] = logits(load(folders["tiny.gguf"], tp=2)[0])
+    report["llama hybrid pp"] = logits(load(folders["llama"], pp=2, model_class="hybrid")[0])
+    report["mixtral tp"] = logits(load(folders["mixtral"], tp=2)[0])
+    report["mixtral pp"] = logits(load(folders["mixtral"], pp=2)[0])
+    model, tokenizer = load(folders["tied"], pp=2)
+    report["tied pp"] = logits(model)
+    report["tied ids"] = generated(model, tokenizer)
+    model, tokenizer = load(folders["mixtral"], tp=2, ep=2)
+    report["mixtral ep"] = logits(model)
+    report["mixtral ids"] = generated(model, tokenizer)
     print(json.dumps(report), flush=True)  # noqa: T201 - the parent reads it
     distributed.destroy_process_group()
 

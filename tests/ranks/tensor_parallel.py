@@ -36,7 +36,9 @@ def mixed_prompts() -> list[list[int]]:
     return [shared + prompt[:12] if place % 2 else prompt for place, prompt in enumerate(prompts)]
 
 
-def make_llm(model: Any, *, num_ranks: int | None = None, **changes: Any) -> MegatronLLM:  # Any: megatron's model; InferenceConfig's fields
+def make_llm(
+    model: Any, *, num_ranks: int | None = None, **changes: Any
+) -> MegatronLLM:  # Any: megatron's model; InferenceConfig's fields
     """Gives an engine with a small cache and every feature of the planner on."""
     fields = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_tokens": 48, **changes}
     # `settings` counts blocks of a model of two KV heads a rank; this one has four, split over the ranks

@@ -6,7 +6,7 @@ from random import Random
 import anyio
 import pytest
 
-from megallm.core_async.errors import EngineBusy, EngineDeadError, EngineStoppedError, LifecycleError
+from megallm.core_async.errors import EngineBusy, EngineDeadError, LifecycleError
 from megallm.core_async.messages import Completion, StepPlan
 from megallm.core_async.plan.phases import Phase
 from tests.engines import engine_config
@@ -189,15 +189,6 @@ async def test_more_than_all_replicas_hold_is_refused_whole() -> None:
         with pytest.raises(EngineBusy, match=r"11 requests came, 0 run or wait, the limit is 10"):
             await complete(fleet, prompts_of(11))
         await expect_right(fleet, prompts_of(10))
-
-
-async def test_only_the_coordinator_takes_requests_and_orders() -> None:
-    """Others say who does."""
-    async with running_fleet() as fleet:
-        with pytest.raises(RuntimeError, match="rank 4 runs what rank 0 sends it"):
-            await fleet.others[0].submit([fleet.rig.request([1])])
-    with pytest.raises(EngineStoppedError):
-        await fleet.calls[1].pause()
 
 
 @pytest.mark.parametrize("steps_together", [False, True])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megallm import load_model
 from tests.models.plain_forward import plain_logits
+from tests.models.tiny_gguf import write_tiny
 from tests.models.tiny_hf import PROMPT, hf_continuation, hf_logits, hf_model, save
 from tests.models.tiny_torch_dist import save_run
 from tests.ranks.processes import Ranks
@@ -42,12 +43,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gives a file whose blocks are quantised."""
+    path = tmp_path_factory.mktemp("file") / "tiny.gguf"
+    write_tiny(path, "Q8_0")
+    return path
+
+
+@pytest.fixture(scope="module")
 def reports(
-    rank_processes: Ranks, models: dict[str, Any], run: Path, tmp_path_factory: pytest.TempPathFactory
+    rank_processes: Ranks,
+    models: dict[str, Any],
+    run: Path,
+    gguf: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> list[dict[str, Any]]:
     """Gives what each rank saw, by rank."""
     folders = [save(model, tmp_path_factory.mktemp("folder") / name) for name, model in models.items()]
-    arguments = [str(folder) for folder in (*folders, run)]
+    arguments = [str(path) for path in (*folders, run, gguf)]
     with rank_processes.running("tests.ranks.loaded_parts", 2, *arguments) as processes:
         return [process.report() for process in processes]
 
@@ -56,7 +69,7 @@ def test_the_parts_of_a_folder_give_the_whole_s_logits(
     reports: list[dict[str, Any]], models: dict[str, Any]
 ) -> None:
     """Split by heads, layers, experts and the rows of an expert; each the way it is laid out for megatron."""
-    for name in ("llama tp", "tied pp", "mixtral tp", "mixtral ep", "mixtral pp"):
+    for name in ("llama tp", "llama hybrid pp", "tied pp", "mixtral tp", "mixtral ep", "mixtral pp"):
         family = name.partition(" ")[0]
         expected = hf_logits(models[family], PROMPT)
         found = torch.tensor(reports[1][name])[:, : expected.shape[1]]
@@ -67,18 +80,21 @@ def test_greedy_ids_through_the_engine_are_those_of_the_whole(
     reports: list[dict[str, Any]], models: dict[str, Any]
 ) -> None:
     """With a vocabulary that is padded: no id beyond it may be sampled, or be as likely as a token."""
-    assert reports[0]["llama ids"] == hf_continuation(models["llama"], PROMPT, 8)
+    for name in ("llama", "tied", "mixtral"):  # split by tensors, by stages, by experts
+        assert reports[0][f"{name} ids"] == hf_continuation(models[name], PROMPT, 8), name
     assert reports[0]["rows"] == [256, 271]
     padding: Tensor = torch.tensor(reports[0]["llama tp"])[:, 271:]
     assert padding.shape == (len(PROMPT), 512 - 271)
     assert not padding.any()
 
 
-def test_a_run_that_one_rank_saved_loads_over_several(reports: list[dict[str, Any]], run: Path) -> None:
-    """Checkpoints are trained on other numbers of ranks than they are served on."""
-    whole, _ = load_model(run, device="cpu", dtype="float32")
-    expected = plain_logits(whole, PROMPT)
-    for name in ("run tp", "run pp"):
+def test_files_of_other_kinds_load_over_several_ranks(
+    reports: list[dict[str, Any]], run: Path, gguf: Path
+) -> None:
+    """Runs are saved on other numbers of ranks than they are served on: here on one."""
+    for source, name in ((run, "run tp"), (run, "run pp"), (gguf, "gguf tp")):
+        whole, _ = load_model(source, device="cpu", dtype="float32")
+        expected = plain_logits(whole, PROMPT)
         torch.testing.assert_close(torch.tensor(reports[1][name]), expected, atol=1e-4, rtol=0, msg=name)
 
 

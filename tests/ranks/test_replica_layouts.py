@@ -27,9 +27,7 @@ def whole(kind: str) -> Report:
 
 
 @pytest.mark.parametrize(("num_ranks", "tp", "kind"), [(2, 1, "dense"), (4, 2, "dense"), (2, 1, "experts")])
-def test_replicas_answer_as_one_rank_does(
-    num_ranks: int, tp: int, kind: str, rank_processes: Ranks
-) -> None:
+def test_replicas_answer_as_one_rank_does(num_ranks: int, tp: int, kind: str, rank_processes: Ranks) -> None:
     """Whichever runs a request, and however often they pause and give their memory back."""
     with rank_processes.running("tests.ranks.replica_layouts", num_ranks, str(tp), kind) as processes:
         first, *others = (process.report() for process in processes)

@@ -10,6 +10,8 @@ import pytest
 from megallm.core_async.errors import RankLostError
 from megallm.core_async.transport import ranks
 from megallm.core_async.transport.rank_frames import (
+    FROM_FOLLOWER,
+    FROM_LEADER,
     AskWhere,
     CallMade,
     FromFollower,
@@ -18,7 +20,14 @@ from megallm.core_async.transport.rank_frames import (
     Join,
     Started,
 )
-from megallm.core_async.transport.ranks import Meeting, MeetingPlace, RankStream, connect, encoded
+from megallm.core_async.transport.ranks import (
+    Meeting,
+    MeetingPlace,
+    RankStream,
+    address_towards,
+    connect,
+    encoded,
+)
 from tests.loops import EVERY_LOOP
 
 pytestmark = [pytest.mark.anyio, EVERY_LOOP]
@@ -29,17 +38,17 @@ NAMES = (4, 5)
 def joined() -> tuple[RankStream[FromFollower], RankStream[FromLeader]]:
     """Gives both ends of a connection: the leader's, then the follower's."""
     left, right = socket.socketpair()
-    leaders = RankStream[FromFollower](left, 5, FromFollower.__value__)
-    return leaders, RankStream[FromLeader](right, 4, FromLeader.__value__)
+    leaders = RankStream[FromFollower](left, 5, FROM_FOLLOWER)
+    return leaders, RankStream[FromLeader](right, 4, FROM_LEADER)
 
 
 async def test_a_rank_that_knows_the_secret_gets_in_with_all_it_says() -> None:
     """Frames that come right behind the first one are not lost."""
     place = MeetingPlace(None)
     assert place.meeting.host == "127.0.0.1"
-    follower = await connect(place.meeting, 1, 4, FromLeader.__value__)
+    follower = await connect(place.meeting, 1, 4, FROM_LEADER)
     follower.put(Started())
-    (leaders,) = await place.others(NAMES, FromFollower.__value__)
+    (leaders,) = await place.others(NAMES, FROM_FOLLOWER)
     assert await leaders.receive() == [Started()]
     leaders.put(AskWhere())
     assert await follower.receive() == [AskWhere()]
@@ -66,8 +75,8 @@ async def test_a_stranger_is_turned_away_and_ranks_get_in(
     with caplog.at_level(logging.WARNING), socket.create_connection(address) as stranger:
         stranger.sendall(first)
         stranger.shutdown(socket.SHUT_WR)
-        follower = await connect(place.meeting, 1, 4, FromLeader.__value__)
-        (leaders,) = await place.others(NAMES, FromFollower.__value__)
+        follower = await connect(place.meeting, 1, 4, FROM_LEADER)
+        (leaders,) = await place.others(NAMES, FROM_FOLLOWER)
     assert "is none of this engine's ranks" in caplog.text
     leaders.close()
     follower.close()
@@ -79,8 +88,8 @@ async def test_a_silent_stranger_keeps_no_rank_waiting(monkeypatch: pytest.Monke
     place = MeetingPlace(None)
     address = place.meeting.host, place.meeting.port
     with socket.create_connection(address), anyio.fail_after(ranks.JOIN_S / 2):
-        follower = await connect(place.meeting, 1, 4, FromLeader.__value__)
-        (leaders,) = await place.others(NAMES, FromFollower.__value__)
+        follower = await connect(place.meeting, 1, 4, FROM_LEADER)
+        (leaders,) = await place.others(NAMES, FROM_FOLLOWER)
     leaders.close()
     follower.close()
 
@@ -88,9 +97,9 @@ async def test_a_silent_stranger_keeps_no_rank_waiting(monkeypatch: pytest.Monke
 async def test_a_place_that_is_taken_or_unknown_is_turned_away() -> None:
     """A rank that comes twice would get another one's plans."""
     place = MeetingPlace(None)
-    strangers = [await connect(place.meeting, wrong, 4, FromLeader.__value__) for wrong in (0, 2, -1)]
-    follower = await connect(place.meeting, 1, 4, FromLeader.__value__)
-    (leaders,) = await place.others(NAMES, FromFollower.__value__)
+    strangers = [await connect(place.meeting, wrong, 4, FROM_LEADER) for wrong in (0, 2, -1)]
+    follower = await connect(place.meeting, 1, 4, FROM_LEADER)
+    (leaders,) = await place.others(NAMES, FROM_FOLLOWER)
     for stream in [*strangers, leaders, follower]:
         stream.close()
 
@@ -100,7 +109,31 @@ async def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ranks, "CONNECT_S", 0.0)
     place = MeetingPlace(None)
     with pytest.raises(RankLostError, match=r"ranks \[5, 6\] did not connect within 0 s"):
-        await place.followers((4, 5, 6))
+        await place.others((4, 5, 6), FROM_FOLLOWER)
+
+
+async def test_a_port_that_is_taken_is_another_one_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """The last run may not have ended yet; the ranks are told where to come, so any port will do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = MeetingPlace(None, port)
+        assert place.meeting.port != port
+        place.close()
+    assert f"coordinator_port {port} is taken" in caplog.text
+
+
+async def test_a_port_that_is_free_is_taken() -> None:
+    """A firewall may let nothing else through."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = MeetingPlace("127.0.0.1", port)
+    assert (place.meeting.host, place.meeting.port) == ("127.0.0.1", port)
+    place.close()
+
+
+async def test_the_address_towards_a_host_is_one_of_this_machine() -> None:
+    """Where ranks of another machine reach this one."""
+    assert address_towards("127.0.0.1") == "127.0.0.1"
 
 
 async def test_a_leader_that_is_not_there_is_named() -> None:
@@ -110,7 +143,7 @@ async def test_a_leader_that_is_not_there_is_named() -> None:
     with pytest.raises(
         RankLostError, match=r"rank 4 is not reached at 127.0.0.1 port \d+: Connection refused"
     ):
-        await connect(place.meeting, 1, 4, FromLeader.__value__)
+        await connect(place.meeting, 1, 4, FROM_LEADER)
 
 
 async def test_an_end_and_nonsense_are_a_lost_rank() -> None:
@@ -121,7 +154,7 @@ async def test_an_end_and_nonsense_are_a_lost_rank() -> None:
         await leaders.receive()
     leaders.close()
     left, right = socket.socketpair()
-    leaders = RankStream[FromFollower](left, 5, FromFollower.__value__)
+    leaders = RankStream[FromFollower](left, 5, FROM_FOLLOWER)
     with right:
         right.sendall(b"\x01\x00\x00\x00x")
         with pytest.raises(RankLostError, match="rank 5 is lost: it sent what makes no sense"):

@@ -90,7 +90,7 @@ def run(
     model, tokenizer = load(options.model, options.threads)
     steps.done(f"loaded {options.model}")
     params = sampling_params(options)
-    inputs = [_model_input(prompt, tokenizer, is_raw=options.raw) for prompt in prompts]
+    inputs = _model_inputs(prompts, tokenizer, is_raw=options.raw)
     with ExitStack() as leaving:
         with steps.showing("starting the engine"):
             llm = leaving.enter_context(open_engine(model, tokenizer))
@@ -112,6 +112,25 @@ def take_part(options: argparse.Namespace, *, load: Load, open_engine: OpenEngin
     """
     with open_engine(*load(options.model, options.threads)):
         return EXIT_OK
+
+
+def _model_inputs(
+    prompts: list[Prompt],
+    tokenizer: Any,
+    *,
+    is_raw: bool,  # Any: see Load
+) -> list[str | list[int]]:
+    """Gives each prompt as the model gets it.
+
+    Raises: ValueError that says which one can't be given so.
+    """
+    inputs: list[str | list[int]] = []
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            inputs.append(_model_input(prompt, tokenizer, is_raw=is_raw))
+        except ValueError as error:
+            raise ValueError(f"prompt {number} of {len(prompts)}: {error}") from error
+    return inputs
 
 
 def _model_input(prompt: Prompt, tokenizer: Any, *, is_raw: bool) -> str | list[int]:  # Any: see Load

@@ -128,8 +128,17 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's choice)")
 
 
-def run(options: argparse.Namespace, *, load: Load, open_engine: OpenEngine, stderr: TextIO) -> int:
+def run(
+    options: argparse.Namespace,
+    *,
+    load: Load,
+    open_engine: OpenEngine,
+    stderr: TextIO,
+    check_port: Callable[[Any], object] | None = None,  # Any: as in Serving
+) -> int:
     """Serves until SIGINT or SIGTERM, then drains; gives the exit code.
+
+    `check_port` is called before anything is loaded, since a port that is in use is the usual mistake.
 
     Raises: what loading, the engine and the server raise.
     """
@@ -148,6 +157,8 @@ def run(options: argparse.Namespace, *, load: Load, open_engine: OpenEngine, std
         cors_origins=options.cors_origin,
         tracing=options.tracing,
     )
+    if check_port is not None:
+        check_port(config)
     steps = Steps(stderr)
     model, tokenizer = load(options.model, options.threads)
     steps.done(f"loaded {options.model}")

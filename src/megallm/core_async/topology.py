@@ -12,6 +12,7 @@ from megatron.core.inference.config import InferenceConfig
 from msgspec import Struct
 from torch import distributed
 
+from megallm.core_async.device.model_options import device_of
 from megallm.core_async.device.rank_group import RankGroup
 
 type Group = Any  # a ProcessGroup, or what a test puts in its place; megatron's getters are untyped
@@ -38,7 +39,7 @@ class Topology(Struct, frozen=True):
 def topology_of(model: torch.nn.Module, settings: InferenceConfig) -> Topology:
     """Gives the ranks of a model."""
     get: Any = parallel_state  # Any: megatron is untyped
-    device = next(model.parameters()).device
+    device = device_of(model)
     model_group = _group(settings, "mp", get.get_model_parallel_group)
     replica_group = _group(settings, "dp", get.get_data_parallel_group)
     experts = _group(

@@ -12,7 +12,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 from werkzeug.exceptions import HTTPException
-from werkzeug.routing import Map, RequestRedirect
+from werkzeug.routing import Map
 
 from megallm.http.access_log import MAX_PATH, QUIET
 from megallm.http.traffic import Exchange
@@ -74,7 +74,7 @@ class RequestSpans:
     def _route_of(self, path: str, method: str) -> str | None:
         try:
             rule, _ = self._routes.match(path, method, return_rule=True)
-        except (HTTPException, RequestRedirect):
+        except HTTPException:
             return None
         return rule.rule
 

@@ -56,6 +56,8 @@ class Experts(Struct, frozen=True, kw_only=True):
     """The shares of the chosen experts sum to one."""
     dense_layers: tuple[int, ...] = ()
     """Layers, counted from 0, that have a plain MLP instead."""
+    has_bias: bool = False
+    """The experts have biases, and their scores."""
     shared_ffn_size: int = 0
     """Of the expert that runs for every token; 0 is none."""
     has_shared_gate: bool = False
@@ -111,10 +113,14 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
     """Layer norms centre, too, and have biases."""
     norm_offset: float = 0.0
     """Added to the weights of every norm."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
     """Of the gate, or of what the MLP has without one."""
     has_gate: bool = True
     """The MLP has a gate."""
+    gate_bound: float | None = None
+    """The gate is no more than this, and the other factor, plus one then, within it of zero."""
+    has_sinks: bool = False
+    """Each head's softmax has one more term, a logit of its own without a value."""
     embedding_factor: float = 1.0
     """On the embedded tokens, not on the output projection that may be tied to them."""
     residual_factor: float = 1.0
@@ -219,6 +225,8 @@ def _attention_shapes(size: Hyperparameters) -> Iterator[tuple[str, tuple[int, .
     yield "self_attn.o_proj.weight", (size.hidden_size, query)
     if size.has_output_bias:
         yield "self_attn.o_proj.bias", (size.hidden_size,)
+    if size.has_sinks:
+        yield "self_attn.sinks", (size.num_heads,)
     if size.has_qk_norm:
         yield "self_attn.q_norm.weight", (query if size.is_qk_norm_joint else size.head_dim,)
         yield "self_attn.k_norm.weight", (kv if size.is_qk_norm_joint else size.head_dim,)
@@ -236,9 +244,13 @@ def _mlp_shapes(size: Hyperparameters, layer: int) -> Iterator[tuple[str, tuple[
     hidden = size.hidden_size
     if size.experts is not None and size.has_experts(layer):
         yield "mlp.gate.weight", (size.experts.num_experts, hidden)
+        if size.experts.has_bias:
+            yield "mlp.gate.bias", (size.experts.num_experts,)
         for expert in range(size.experts.num_experts):
             for name, shape in _gated_shapes(hidden, size.experts.ffn_size):
                 yield f"mlp.experts.{expert}.{name}.weight", shape
+                if size.experts.has_bias:
+                    yield f"mlp.experts.{expert}.{name}.bias", shape[:1]
         yield from _shared_expert_shapes(hidden, size.experts)
         return
     for name, shape in _gated_shapes(hidden, size.ffn_size)[0 if size.has_gate else 1 :]:

@@ -30,6 +30,8 @@ class Family(Struct, frozen=True, kw_only=True):
     """Parts of tensor names: ours, and what the folder has in its place, in the order of replacing."""
     stacked: Mapping[str, tuple[str, ...]] = {}
     """Tensors of a layer that hold several of ours, one below the other."""
+    has_joint_experts: bool = False
+    """All experts of a layer are in one tensor; see hf_joint_experts.py."""
     part: str | None = None
     """The object that has the decoder's settings, in the config of a model that sees or hears, too."""
     prefix: str = ""
@@ -187,6 +189,19 @@ FAMILIES: Final = {
         fields=hf_fields.dots1,
         defaults={"first_k_dense_replace": 0, "norm_topk_prob": False},
         renamed=_SHARED_EXPERTS,
+    ),
+    "GptOssForCausalLM": Family(
+        name="gpt_oss",
+        fields=hf_fields.gpt_oss,
+        defaults={
+            "head_dim": 64,
+            "attention_bias": True,
+            "rope_theta": 150_000.0,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+        },
+        renamed=((".mlp.gate.", ".mlp.router."),),
+        has_joint_experts=True,
     ),
     "Ernie4_5ForCausalLM": Family(
         name="ernie4_5",

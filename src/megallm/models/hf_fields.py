@@ -96,6 +96,29 @@ def dots1(settings: Settings) -> Fields:
     return {**_biases(settings), **windows, "has_qk_norm": True, "experts": _sigmoid_experts(settings)}
 
 
+def gpt_oss(settings: Settings) -> Fields:
+    """Biases, sinks, a window in every other layer; experts with biases, and bounds on what they multiply."""
+    if settings.value_or("swiglu_alpha", 1.702) != 1.702:  # noqa: PLR2004 - megatron's, and quick GELU's
+        raise UnsupportedModelError(
+            f"{settings.name_of('swiglu_alpha')} is {settings.values['swiglu_alpha']}; supported is 1.702"
+        )
+    experts = Experts(
+        num_experts=settings.value("num_local_experts", int),
+        num_chosen=settings.value("num_experts_per_tok", int),
+        ffn_size=settings.value("intermediate_size", int),
+        is_renormalised=True,
+        has_bias=True,
+    )
+    return {
+        **_biases(settings),
+        **_windowed_but_every(settings, 2),
+        "has_sinks": True,
+        "activation": "quick_gelu",
+        "gate_bound": settings.value_or("swiglu_limit", 7.0),
+        "experts": experts,
+    }
+
+
 def _sigmoid_experts(settings: Settings) -> Experts:
     num_chosen = settings.value("num_experts_per_tok", int)
     is_renormalised = settings.value_or("norm_topk_prob", True) and num_chosen > 1  # megatron's rule

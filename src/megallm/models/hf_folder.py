@@ -15,6 +15,7 @@ from megallm.models.base_tokenizer import ModelTokenizer
 from megallm.models.checkpoint import Hyperparameters, TensorSpec, tensor_specs
 from megallm.models.hf_config import hyperparameters
 from megallm.models.hf_families import Family, family_of
+from megallm.models.hf_joint_experts import JointPlace, joint_place
 from megallm.models.hf_quantised import (
     SCALED,
     blocks_of,
@@ -82,6 +83,9 @@ class HfFolder:
         One that is stored with scales comes in float32.
         """
         place = self._places[name]
+        if isinstance(place, JointPlace):
+            values = self._files[place.stored].read(place.stored, rows=place.rows)
+            return place.cut(values, rows=rows, columns=columns)
         within = range(place.num_rows) if rows is None else rows
         stored = range(place.first + within.start, place.first + within.stop)
         values = self._files[place.stored].read(place.stored, rows=stored, columns=columns)
@@ -146,12 +150,19 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _placed(size: Hyperparameters, family: Family) -> tuple[dict[str, _Place], dict[str, tuple[int, ...]]]:
+def _placed(
+    size: Hyperparameters, family: Family
+) -> tuple[dict[str, _Place | JointPlace], dict[str, tuple[int, ...]]]:
     """Gives where each of our tensors lies, and the shapes of the tensors that the folder has to hold."""
-    places: dict[str, _Place] = {}
+    places: dict[str, _Place | JointPlace] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     whole_of = {part: whole for whole, parts in family.stacked.items() for part in parts}
+    num_joint = size.experts.num_experts if size.experts is not None and family.has_joint_experts else 0
     for spec in tensor_specs(size):
+        joint = joint_place(spec, num_joint) if num_joint else None
+        if joint is not None:
+            places[spec.name], shapes[joint[0].stored] = joint
+            continue
         stored = _stored_name(spec, family, whole_of)
         first = shapes[stored][0] if stored in shapes else 0  # parts come in the order they are stacked in
         places[spec.name] = _Place(stored, first, spec.shape[0])

@@ -51,11 +51,14 @@ def transformer_config(
         normalization="RMSNorm" if size.norm == "rms" else "LayerNorm",
         layernorm_epsilon=size.norm_epsilon,
         qk_layernorm=size.has_qk_norm,
-        activation_func=silu if size.activation == "silu" else _gelu_tanh,
+        activation_func=_ACTIVATIONS[size.activation],
+        activation_func_clamp_value=size.gate_bound,
+        glu_linear_offset=0.0 if size.gate_bound is None else 1.0,
+        softmax_type="learnable" if size.has_sinks else "vanilla",
         softmax_scale=size.score_scale,
         gated_linear_unit=size.has_gate,
         rotary_interleaved=size.is_rope_interleaved,
-        add_bias_linear=size.has_output_bias or size.has_mlp_bias,
+        add_bias_linear=size.has_output_bias or size.has_mlp_bias or _has_expert_bias(size),
         add_qkv_bias=size.has_qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -115,6 +118,17 @@ def hybrid_pattern(size: Hyperparameters, num_stages: int = 1) -> str:
 
 def _gelu_tanh(gate: Tensor) -> Tensor:
     return gelu(gate, approximate="tanh")
+
+
+def _quick_gelu(gate: Tensor) -> Tensor:
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+_ACTIVATIONS: Final = {"silu": silu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu}
+
+
+def _has_expert_bias(size: Hyperparameters) -> bool:
+    return size.experts is not None and size.experts.has_bias
 
 
 def _layer_spec(size: Hyperparameters, *, has_experts: bool = True) -> Any:  # Any: untyped specs

@@ -132,6 +132,9 @@ def _attention(size: Hyperparameters, part: RankPart, source: str, target: str) 
     yield Placement(target + "self_attention.linear_proj.weight", (output,))
     if size.has_output_bias:
         yield _whole(target + "self_attention.linear_proj.bias", source + "self_attn.o_proj.bias")
+    if size.has_sinks:
+        sinks = Source(source + "self_attn.sinks", part.tp.share(size.num_heads))
+        yield Placement(target + "self_attention.core_attention.softmax_offset", (sinks,))
     if size.has_output_norms:
         yield _whole(target + "self_attention.linear_proj.output_norm.weight", source + OUTPUT_NORMS[0])
     if size.has_qk_norm:
@@ -154,12 +157,16 @@ def _mlp(size: Hyperparameters, part: RankPart, layer: int, target: str) -> Iter
             source + "mlp.", target + "mlp.", rows, inner=inner, has_bias=size.has_mlp_bias
         )
         return
-    yield _whole(target + "mlp.router.weight", source + "mlp.gate.weight")
+    for kind in ("weight", "bias") if size.experts.has_bias else ("weight",):
+        yield _whole(f"{target}mlp.router.{kind}", f"{source}mlp.gate.{kind}")
     yield from _beside_experts(size.experts, part, source, target + "mlp.")
     rows = part.etp.share(size.experts.ffn_size)
     for place, expert in enumerate(part.experts(size.experts.num_experts)):
         yield from _mlp_halves(
-            f"{source}mlp.experts.{expert}.", f"{target}mlp.experts.local_experts.{place}.", rows
+            f"{source}mlp.experts.{expert}.",
+            f"{target}mlp.experts.local_experts.{place}.",
+            rows,
+            has_bias=size.experts.has_bias,
         )
 
 

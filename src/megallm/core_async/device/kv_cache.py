@@ -134,7 +134,7 @@ class PagedCache:
             for layer, shapes in zip(self.layers, self._tensor_shapes(), strict=True):
                 layer.place(*(torch.empty(shape, dtype=self._dtype, device=self._device) for shape in shapes))
             return
-        if self._memory is None:
+        if self._memory is None and self.layers:  # a stage of a pipeline may have no attention
             self._memory = reserved(self.num_bytes + _ALIGNMENT * 2 * len(self.layers), self._device)
         if self._memory is None:
             for layer, shapes in zip(self.layers, self._tensor_shapes(), strict=True):

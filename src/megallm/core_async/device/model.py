@@ -32,7 +32,7 @@ from megallm.core_async.device.kv_cache import LayerCache
 from megallm.core_async.device.layer_shapes import (
     sinks_of,
 )
-from megallm.core_async.device.model_options import refuse_options, unwrapped
+from megallm.core_async.device.model_options import device_of, refuse_options, unwrapped
 from megallm.core_async.device.rank_group import gathered_logits
 from megallm.core_async.device.rope import RopeTable, table_of
 from megallm.core_async.device.rope_angles import angles_of
@@ -93,7 +93,7 @@ class ModelHook:
             vocab_size=self._model.vocab_size,
             max_positions=None if learned is None else learned.num_embeddings,
             dtype=self._model.config.params_dtype,
-            device=next(self._model.parameters()).device,
+            device=device_of(self._model),
         )
         self.is_dense = len(self._sites) == self.shape.num_layers and all(
             is_dense_layer(site.layer) for site in self._sites

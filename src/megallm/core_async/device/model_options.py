@@ -5,6 +5,7 @@ Reads the model and its config by attribute; imports no megatron.
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from megallm.core_async.errors import UnsupportedModelError
@@ -25,6 +26,18 @@ def unwrapped(model: nn.Module) -> MegatronModule:
     if not all(hasattr(inner, part) for part in ("decoder", "config", "vocab_size")):
         raise UnsupportedModelError(f"{type(model).__name__} has no decoder; {SUPPORTED}")
     return inner
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Gives the device of the model's parameters; a stage of a pipeline may have none."""
+    parameter = next(model.parameters(), None)
+    if parameter is not None:
+        return parameter.device
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def refuse_options(model: MegatronModule) -> None:

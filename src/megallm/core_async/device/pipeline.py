@@ -8,7 +8,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor, distributed, nn
 
-from megallm.core_async.device.model_options import unwrapped
+from megallm.core_async.device.model_options import device_of, unwrapped
 from megallm.core_async.errors import UnsupportedModelError
 
 
@@ -42,7 +42,7 @@ def pipeline_of(model: nn.Module, group: distributed.ProcessGroup | None) -> "Pi
         return None
     config = unwrapped(model).config
     dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
-    return Pipeline(group, HiddenStates(config.hidden_size, dtype, next(model.parameters()).device))
+    return Pipeline(group, HiddenStates(config.hidden_size, dtype, device_of(model)))
 
 
 class HiddenStates(Struct, frozen=True):

@@ -56,7 +56,7 @@ class StepPlan(Struct, frozen=True, gc=False):
 
     @classmethod
     def empty(cls) -> "StepPlan":
-        """Gives the plan without rows, whose step is numbered 0: a rank takes part in it and computes nothing."""
+        """Gives the plan without rows, numbered 0: a rank takes part in its step and computes nothing."""
         nothing = Ints(b"")
         return cls(
             step=0,

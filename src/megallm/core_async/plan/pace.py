@@ -11,10 +11,10 @@ from typing import Final
 
 from megallm.core_async.messages import RequestId
 
-MAX_GIVEN_PER_S: Final = 10_000
-"""A third of a core, at the 30 us that one write of a front end takes."""
-MAX_INTERVAL_S: Final = 0.03
-"""Two frames of a screen: text that comes at this pace still flows."""
+MAX_GIVEN_PER_S: Final = 6_000
+"""A third of a core, at the 30 to 60 us that one write of a front end takes, machines differ."""
+MAX_INTERVAL_S: Final = 0.045
+"""Text that comes in more than twenty parts a second still flows."""
 MIN_STREAMS: Final = 64
 """Streams below which none waits."""
 
@@ -22,8 +22,8 @@ MIN_STREAMS: Final = 64
 class Pace:
     """The streams that may be given several tokens at once, and those that have some to be given.
 
-    The first of a stream and the last never wait. A token waits for the steps after its own, and
-    less than the interval if those come; if they do not, `take_late` and `take_all` end the wait.
+    The first of a stream and the last never wait. Any other waits for the first step that is an interval
+    behind the last time its stream was given something; if none comes, `take_late` and `take_all` end that.
     """
 
     def __init__(self) -> None:

@@ -4,8 +4,8 @@ A hint, and bounded like one: what is lost of it costs a router a better choice,
 anything. Knows keys; neither blocks nor who takes the reports.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 from megallm.core_async.messages import PrefixReport
 
@@ -17,11 +17,11 @@ class PrefixChanges:
     """
 
     def __init__(self, *, max_report: int = 4096, max_waiting: int = 1 << 17) -> None:
-        """`max_report`: keys of a report. `max_waiting`: beyond them the oldest changes are lost."""
+        """`max_report`: keys of a report. `max_waiting`: beyond them the older half is lost."""
         assert 0 < max_report <= max_waiting, f"reports of {max_report} keys, {max_waiting} wait"
         self._max_report = max_report
         self._max_waiting = max_waiting
-        self._is_known = OrderedDict[bytes, bool]()
+        self._is_known: dict[bytes, bool] = {}
         self._is_flushed = False
 
     def __len__(self) -> int:
@@ -43,20 +43,24 @@ class PrefixChanges:
 
     def take(self) -> PrefixReport:
         """Gives the oldest changes that no report has had; what a report has no room for, the next has."""
-        known: list[bytes] = []
-        forgotten: list[bytes] = []
-        for _ in range(min(len(self._is_known), self._max_report)):
-            key, is_known = self._is_known.popitem(last=False)
-            (known if is_known else forgotten).append(key)
+        changes = self._is_known
+        taken = list(islice(changes.items(), self._max_report))
+        if len(taken) == len(changes):
+            changes.clear()
+        else:
+            for key, _ in taken:
+                del changes[key]
         is_flushed, self._is_flushed = self._is_flushed, False
-        return PrefixReport(known, forgotten, is_flushed)
+        known = [key for key, is_known in taken if is_known]
+        return PrefixReport(known, [key for key, is_known in taken if not is_known], is_flushed)
 
     # ---- below ---------------------------------------------------------------------------------
 
     def _note(self, keys: Iterable[bytes], *, is_known: bool) -> None:
         changes = self._is_known
         for key in keys:
+            changes.pop(key, None)
             changes[key] = is_known
-            changes.move_to_end(key)
-        while len(changes) > self._max_waiting:
-            changes.popitem(last=False)
+        if len(changes) > self._max_waiting:
+            num_lost = len(changes) - self._max_waiting // 2
+            self._is_known = dict(islice(changes.items(), num_lost, None))

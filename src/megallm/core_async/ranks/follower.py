@@ -32,6 +32,7 @@ from megallm.core_async.ranks.together import SHUTDOWN, MadeCalls
 from megallm.core_async.ranks.watch import STEP_S, Watch
 from megallm.core_async.transport.frames import error_of, fault_of
 from megallm.core_async.transport.rank_frames import (
+    FROM_LEADER,
     AskWhere,
     CacheChanged,
     CallEnded,
@@ -103,9 +104,7 @@ class Follower(Engine):
     async def _start(self, supervisor: Supervisor) -> None:
         records = await anyio.to_thread.run_sync(self._ranks.exchange, b"", abandon_on_cancel=True)
         meeting = msgspec.msgpack.decode(records[0], type=Meeting)
-        leader = self._leader = await connect(
-            meeting, self._ranks.place, self._ranks.names[0], FromLeader.__value__
-        )
+        leader = self._leader = await connect(meeting, self._ranks.place, self._ranks.names[0], FROM_LEADER)
         self._watch = Watch([leader], self._own_name, step_s=self._step_s)
         self._calls_watch = Watch([leader], self._own_name, step_s=math.inf)
         await supervisor.start("to the leader", leader.flush)

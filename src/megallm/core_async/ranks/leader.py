@@ -33,6 +33,7 @@ from megallm.core_async.ranks.together import Gathering
 from megallm.core_async.ranks.watch import STEP_S, Watch
 from megallm.core_async.transport.frames import error_of, fault_of
 from megallm.core_async.transport.rank_frames import (
+    FROM_FOLLOWER,
     AskWhere,
     CacheChanged,
     CallMade,
@@ -172,7 +173,7 @@ class Leader:
             try:
                 record = msgspec.msgpack.encode(place.meeting)
                 await anyio.to_thread.run_sync(self._ranks.exchange, record, abandon_on_cancel=True)
-                self._streams = await place.others(self._ranks.names, FromFollower.__value__)
+                self._streams = await place.others(self._ranks.names, FROM_FOLLOWER)
             finally:
                 place.close()
             async with Supervisor(self._fail) as supervisor:

@@ -44,6 +44,7 @@ from megallm.core_async.transport.frames import error_of, fault_of
 from megallm.core_async.transport.rank_frames import AskWhere, CallEnded, End, Failed, Go, Here
 from megallm.core_async.transport.ranks import Meeting, RankStream, connect
 from megallm.core_async.transport.replica_frames import (
+    FROM_COORDINATOR,
     Close,
     Figures,
     FromCoordinator,
@@ -127,7 +128,7 @@ class Replica(Engine):
         meeting = msgspec.msgpack.decode(records[0], type=Meeting)
         name = self._replicas.names[0]
         coordinator: RankStream[FromCoordinator] = await connect(
-            meeting, self._replicas.place, name, FromCoordinator.__value__
+            meeting, self._replicas.place, name, FROM_COORDINATOR
         )
         self._coordinator = coordinator
         self._watch = Watch([coordinator], self._own_name, step_s=math.inf)

@@ -25,6 +25,7 @@ from megallm.core_async.transport.frames import error_of, fault_of
 from megallm.core_async.transport.rank_frames import AskWhere, CallMade, End, Failed, Go, Here, Join
 from megallm.core_async.transport.ranks import MeetingPlace, RankStream
 from megallm.core_async.transport.replica_frames import (
+    FROM_REPLICA,
     Figures,
     FromReplica,
     OrderDone,
@@ -142,7 +143,7 @@ class Replicas:
         try:
             record = msgspec.msgpack.encode(place.meeting)
             await anyio.to_thread.run_sync(self._ranks.exchange, record, abandon_on_cancel=True)
-            streams += await place.others(self._ranks.names, FromReplica.__value__)
+            streams += await place.others(self._ranks.names, FROM_REPLICA)
             for number, stream in enumerate(streams, 1):
                 self.links[number] = ReplicaLink(number, stream, self._own_name)
             task_status.started()

@@ -55,6 +55,13 @@ class FrameWriter:
         return gathered
 
 
+class Kinds[T]:
+    """The frames that may come from one side: T is their union."""
+
+    def __init__(self, union: Any) -> None:  # Any: a union of Structs, which is no class
+        self.union = union
+
+
 class FrameReader[T]:
     """Makes frames of the bytes of a stream, however they were cut."""
 

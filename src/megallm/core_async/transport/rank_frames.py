@@ -7,6 +7,21 @@ from msgspec import Struct
 
 from megallm.core_async.messages import StepPlan
 from megallm.core_async.transport.frames import Fault
+from megallm.core_async.transport.framing import Kinds
+
+# ---- both ways ---------------------------------------------------------------------------------
+
+
+class AskWhere(Struct, frozen=True, tag=True, array_like=True):
+    """A step takes long: are you there? Either side may ask."""
+
+
+class Here(Struct, frozen=True, tag=True, array_like=True):
+    """The answer to `AskWhere`: the rank's loop runs."""
+
+    num_steps: int
+    """Steps that the rank has run to their end."""
+
 
 # ---- from the leader ---------------------------------------------------------------------------
 
@@ -35,10 +50,6 @@ class CallEnded(Struct, frozen=True, tag=True, array_like=True):
     fault: Fault | None = None
 
 
-class AskWhere(Struct, frozen=True, tag=True, array_like=True):
-    """A step takes long: are you there? Either side may ask."""
-
-
 class End(Struct, frozen=True, tag=True, array_like=True):
     """The engine has failed or was stopped: nothing more comes."""
 
@@ -46,6 +57,7 @@ class End(Struct, frozen=True, tag=True, array_like=True):
 
 
 type FromLeader = Go | RunStep | ChangeCache | CallEnded | AskWhere | Here | End
+FROM_LEADER = Kinds[FromLeader](FromLeader.__value__)
 
 # ---- to the leader -----------------------------------------------------------------------------
 
@@ -72,13 +84,6 @@ class CallMade(Struct, frozen=True, tag=True, array_like=True):
     name: str
 
 
-class Here(Struct, frozen=True, tag=True, array_like=True):
-    """The answer to `AskWhere`: the rank's loop runs."""
-
-    num_steps: int
-    """Steps that the rank has run to their end."""
-
-
 class Failed(Struct, frozen=True, tag=True, array_like=True):
     """The rank can't go on, and why."""
 
@@ -86,3 +91,4 @@ class Failed(Struct, frozen=True, tag=True, array_like=True):
 
 
 type FromFollower = Join | Started | CacheChanged | CallMade | AskWhere | Here | Failed
+FROM_FOLLOWER = Kinds[FromFollower](FromFollower.__value__)

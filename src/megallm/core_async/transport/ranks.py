@@ -19,7 +19,13 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from megallm.core_async.errors import RankLostError
 from megallm.core_async.transport.byte_stream import ByteStream
-from megallm.core_async.transport.framing import LENGTH_BYTES, FrameError, FrameReader, FrameWriter
+from megallm.core_async.transport.framing import (
+    LENGTH_BYTES,
+    FrameError,
+    FrameReader,
+    FrameWriter,
+    Kinds,
+)
 from megallm.core_async.transport.rank_frames import Join
 
 log = logging.getLogger(__name__)
@@ -51,13 +57,13 @@ class Meeting(msgspec.Struct, frozen=True, array_like=True):
 class RankStream[T]:
     """Owns the socket to another rank, and what was not written yet. One task reads."""
 
-    def __init__(self, sock: socket.socket, name: int, kinds: Any) -> None:  # Any: a union of Structs
+    def __init__(self, sock: socket.socket, name: int, kinds: Kinds[T]) -> None:
         """`name`: the other's global rank, for errors."""
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.name = name
         self._stream = ByteStream(sock)
-        self._reader = FrameReader[T](kinds)
+        self._reader = FrameReader[T](kinds.union)
         self._rest = bytearray()
         self._has_rest = anyio.Event()
         self._is_flushing = False
@@ -141,7 +147,7 @@ def encoded(frame: msgspec.Struct) -> bytearray:
 class _Joined[T]:
     """Who has come: owner of their streams until all have."""
 
-    def __init__(self, names: Sequence[int], kinds: Any) -> None:  # Any: a union of Structs
+    def __init__(self, names: Sequence[int], kinds: Kinds[T]) -> None:
         self._names = names
         self._kinds = kinds
         self.streams: dict[int, RankStream[T]] = {}
@@ -183,17 +189,13 @@ class MeetingPlace:
         address, bound_port = self._listener.getsockname()[:2]
         self.meeting = Meeting(host=address, port=bound_port, secret=secrets.token_bytes(32))
 
-    async def others[T](
-        self,
-        names: Sequence[int],
-        kinds: Any,  # Any: a union of Structs, as below
-    ) -> list[RankStream[T]]:
+    async def others[T](self, names: Sequence[int], kinds: Kinds[T]) -> list[RankStream[T]]:
         """Waits for every rank but the first, and gives them in order. Closes the listening socket.
 
-        `names`: the global ranks by place; `kinds`: of the frames that they send, all the T there are.
+        `names`: the global ranks by place; `kinds`: of frames that they send.
         Raises: RankLostError naming who did not come.
         """
-        joined = _Joined[T](names, kinds)
+        joined = _Joined(names, kinds)
         try:
             with anyio.move_on_after(CONNECT_S):
                 async with anyio.create_task_group() as tasks:
@@ -249,12 +251,7 @@ class MeetingPlace:
         self._listener.close()
 
 
-async def connect[T](
-    meeting: Meeting,
-    place: int,
-    leader: int,
-    kinds: Any,  # Any: a union of Structs
-) -> RankStream[T]:
+async def connect[T](meeting: Meeting, place: int, leader: int, kinds: Kinds[T]) -> RankStream[T]:
     """Connects a rank to the one that listens, whose global rank is `leader`; `kinds`: that one sends.
 
     Raises: RankLostError when that can't be reached.
@@ -276,7 +273,7 @@ async def connect[T](
     if error:
         where = f"{meeting.host} port {meeting.port}"
         raise RankLostError(f"rank {leader} is not reached at {where}: {os.strerror(error)}")
-    stream = RankStream[T](sock, leader, kinds)
+    stream = RankStream(sock, leader, kinds)
     stream.put(Join(place, meeting.secret))
     return stream
 

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from megallm.core_async.messages import EngineStats, NewRequest, PrefixReport, RequestId, TokenBatch
 from megallm.core_async.transport.frames import Fault
+from megallm.core_async.transport.framing import Kinds
 from megallm.core_async.transport.rank_frames import (
     AskWhere,
     CallEnded,
@@ -59,6 +60,7 @@ class Order(Struct, frozen=True, tag=True, array_like=True):
 
 
 type FromCoordinator = Go | Queue | Close | Order | CallEnded | StepBegun | AskWhere | Here | End
+FROM_COORDINATOR = Kinds[FromCoordinator](FromCoordinator.__value__)
 
 # ---- to the coordinator ------------------------------------------------------------------------
 
@@ -93,14 +95,6 @@ class OrderDone(Struct, frozen=True, tag=True, array_like=True):
 
 
 type FromReplica = (
-    Join
-    | ReplicaStarted
-    | Output
-    | Figures
-    | OrderDone
-    | CallMade
-    | StepBegun
-    | AskWhere
-    | Here
-    | Failed
+    Join | ReplicaStarted | Output | Figures | OrderDone | CallMade | StepBegun | AskWhere | Here | Failed
 )
+FROM_REPLICA = Kinds[FromReplica](FromReplica.__value__)

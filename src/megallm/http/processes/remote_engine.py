@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from math import inf
-from typing import Final, assert_never
+from typing import assert_never
 
 import anyio
 from anyio.abc import TaskStatus
@@ -47,8 +47,6 @@ from megallm.core_async.transport.routes import request_ids, shifted
 
 log = logging.getLogger(__name__)
 
-STALL: Final = 2.0
-"""Intervals without a step after which streams' readers get what waits for one."""
 GONE = Fault(EngineDeadError.__name__, "the engine's process has gone")
 
 
@@ -190,7 +188,7 @@ class RemoteEngine:
             case StepOutput(batch, stats):
                 self._stats = stats
                 await self._detokenizer.handle(shifted(batch, self._ahead_s))
-                wait_s = STALL * self._pace.interval_s if self._pace.has_waiting else inf
+                wait_s = self._pace.interval_s if self._pace.has_waiting else inf
                 self._late_s = anyio.current_time() + wait_s
             case EngineState(stats, phase):
                 self._stats, self._phase = stats, Phase(phase)
