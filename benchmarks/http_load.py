@@ -47,7 +47,7 @@ class Connection(asyncio.BufferedProtocol):
         self._waiter: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
         self.times: list[float] = []
-        """When bytes of the response's body came; of one that is not streamed, any bytes."""
+        """When bytes of a stream's body came, each time; of another response, the last time alone."""
         self._is_chunked = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -63,7 +63,9 @@ class Connection(asyncio.BufferedProtocol):
         now = time.perf_counter()
         last = bytes(self._buffer[:nbytes])
         self._came += last
-        if self.times or not self._is_chunked or FIRST in self._came:
+        if not self._is_chunked:
+            self.times = [now]
+        elif self.times or FIRST in self._came:
             self.times.append(now)
         if self._waiter is not None and self._is_whole(last):
             self._waiter.set_result(None)

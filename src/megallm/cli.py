@@ -140,7 +140,7 @@ COMMANDS = {
 
 def main() -> int:
     """Runs this process's command line; gives the exit code."""
-    return run(
+    code = run(
         sys.argv[1:],
         load=_load_model,
         open_engine=_open_engine,
@@ -151,6 +151,9 @@ def main() -> int:
         find_rank=_find_rank,
         check_port=lambda config: config.listen().close(),
     )
+    if code == 0 and "torch" in sys.modules:
+        _leave_ranks()
+    return code
 
 
 def run(
@@ -259,6 +262,14 @@ def _find_rank() -> Launched:
         # it has nothing to say at Ctrl-C, and Python's own way waits for collectives, which may never end
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return rank
+
+
+def _leave_ranks() -> None:
+    """Takes leave of the other ranks, without which NCCL warns of leaks."""
+    from torch import distributed
+
+    if distributed.is_initialized() and distributed.get_world_size() > 1:
+        distributed.destroy_process_group()
 
 
 # ---- the real model and engine; both imports take seconds, which `--help` need not wait for -------

@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from megallm.core_async.actors.detokenizer import Parcel
 from megallm.core_async.kit.outbox import Outbox
-from megallm.core_async.messages import Delta, Floats, RequestId, TextSpec, TokenBatch, pack_ints
+from megallm.core_async.messages import Delta, Floats, RequestId, TextSpec, TokenBatch, pack_floats, pack_ints
 from megallm.core_async.plan.pace import Pace
 from tests.actors.detokenizing import Rig, Stream, finished, text_of
 
@@ -18,8 +19,13 @@ def busy(**extra: Any) -> tuple[Rig, list[Outbox[Parcel]]]:  # Any: fields of Te
     """Gives a detokeniser whose many streams wait for each other's sake, after their first token."""
     rig = Rig(Pace())
     outboxes = [rig.open(TextSpec(RequestId(key), is_streamed=True, **extra)) for key in MANY]
-    rig.feed(dict.fromkeys(MANY, 0))
+    rig.handle(scored(rig.batch(dict.fromkeys(MANY, 0)), 0.0))
     return rig, outboxes
+
+
+def scored(batch: TokenBatch, log_prob: float) -> TokenBatch:
+    """Gives a batch with the same log-prob for each of its tokens."""
+    return structs.replace(batch, log_probs=pack_floats([log_prob] * len(batch.requests)))
 
 
 def test_many_streams_get_the_same_in_fewer_deltas() -> None:
@@ -77,3 +83,13 @@ def test_a_reader_that_left_is_not_given_what_waited() -> None:
     rig.detokenizer.give_waiting()
     assert outboxes[0].take_nowait() == []
     assert len(outboxes[1].take_nowait()) == len([0, 1])
+
+
+def test_log_probs_wait_with_their_tokens() -> None:
+    """They are matched by their place alone."""
+    rig, outboxes = busy(wants_log_probs=True)
+    for step in (1, 2, 3):
+        rig.handle(scored(rig.batch(dict.fromkeys(MANY, 1), time_s=step * STEP_S), -step))
+    _, delta = outboxes[7].take_nowait()
+    assert isinstance(delta, Delta)
+    assert (delta.token_ids, delta.log_probs) == ([1, 1, 1], [-1.0, -2.0, -3.0])

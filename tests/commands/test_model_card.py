@@ -45,6 +45,7 @@ def test_the_text_has_the_same_figures(tmp_path: Path) -> None:
     assert "layers:       2 of 64, 4 heads of 16, 2 for keys and values\n" in text
     assert "KV cache:     256 bytes a token\n" in text
     assert "of 128 tokens in 2.0 GiB, weights included\n" in text
+    assert " MiB in " in text, "a small model's weights are not 0.00 GiB"
 
 
 def test_what_is_special_of_an_architecture_is_named() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from megallm.models.checkpoint import Hyperparameters, tensor_specs
 from megallm.models.load import load_model
+from tests.models import tiny_hf
 from tests.models.plain_forward import plain_logits
 from tests.models.tiny_gguf import TINY, write_tiny
 
@@ -131,3 +132,13 @@ def test_parameters_are_frozen_in_the_asked_dtype_and_hold_every_weight(tmp_path
         )
         assert model.config.params_dtype is dtype
         assert model.max_sequence_length == TINY.max_positions
+
+
+def test_routers_biases_are_in_float32_whatever_the_model_is_in(tmp_path: Path) -> None:
+    """They decide between experts whose scores are close."""
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
+    theirs = tiny_hf.hf_model("glm4_moe", **sizes)
+    model, _ = load_model(tiny_hf.save(theirs, tmp_path), dtype=torch.bfloat16, device="cpu")
+    bias = model.decoder.layers[2].mlp.router.expert_bias
+    assert bias.dtype is torch.float32
+    assert bias.equal(theirs.model.layers[2].mlp.gate.e_score_correction_bias)

@@ -7,7 +7,7 @@ import pytest
 
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
 from megallm.models.hf_families import FAMILIES
-from megallm.models.hf_fields import Fields
+from megallm.models.hf_windows import Fields
 from megallm.models.settings_file import Settings
 
 

@@ -1,4 +1,4 @@
-"""One expert's projections out of all experts' tensor; that gpt-oss comes out right is in test_hf_families.py."""
+"""One expert's tensors out of all experts'; that gpt-oss comes out right is in test_hf_families.py."""
 
 import torch
 

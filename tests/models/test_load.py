@@ -9,8 +9,8 @@ import torch
 
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
 from megallm.models import load_model
-from megallm.models.catalog import KNOWN_MODELS, default_cache_dir
-from megallm.models.load import find_file
+from megallm.models.catalog import KNOWN_MODELS, default_cache_dir, path_of
+from megallm.models.load import find_file, first_step
 from tests.models.engine_tokens import engine_tokens
 from tests.models.plain_forward import plain_logits
 from tests.models.tiny_gguf import write_tiny
@@ -137,6 +137,14 @@ def test_other_sizes_than_those_that_are_set_up_are_refused(tmp_path: Path, size
         load_model(tmp_path / "tiny.gguf", device="cpu", **sizes)
 
 
+def test_it_says_first_whether_it_fetches_or_opens(tmp_path: Path) -> None:
+    """A download of a minute must not look like a file that is hard to read."""
+    assert first_step("smollm2-135m", tmp_path) == "fetching smollm2-135m, once"
+    path_of(KNOWN_MODELS["smollm2-135m"], tmp_path).touch()
+    assert first_step("smollm2-135m", tmp_path) == "opening smollm2-135m"
+    assert first_step(tmp_path) == f"opening {tmp_path}"
+
+
 def test_an_unknown_model_class_is_refused_with_the_known_ones() -> None:
     """Before a download of a hundred megabytes starts."""
     with pytest.raises(ValueError, match="model_class is 'bert'; it must be one of gpt, hybrid"):
@@ -146,8 +154,24 @@ def test_an_unknown_model_class_is_refused_with_the_known_ones() -> None:
 def test_devices_and_dtypes_that_cant_work_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     """Otherwise the first forward pass fails, far from the mistake."""
     write_tiny(tmp_path / "tiny.gguf")
+    with pytest.raises(ValueError, match=r"device is 'gpu7', which torch does not know; use cpu, cuda or"):
+        load_model(tmp_path / "tiny.gguf", device="gpu7")
     with pytest.raises(UnsupportedModelError, match="device is meta"):
         load_model(tmp_path / "tiny.gguf", device="meta")
     for dtype in (torch.int8, "int8"):
         with pytest.raises(UnsupportedModelError, match=r"dtype is .*int8"):
             load_model(tmp_path / "tiny.gguf", device="cpu", dtype=dtype)
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two on one would fail much later, in NCCL, or each take half of its memory."""
+    write_tiny(tmp_path / "tiny.gguf")
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "3")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    with pytest.raises(UnsupportedModelError, match="LOCAL_RANK is 3, and torch finds 2 CUDA devices; start"):
+        load_model(tmp_path / "tiny.gguf")

@@ -29,6 +29,14 @@ def test_layers_that_differ_are_marked_one_by_one() -> None:
     assert options(TINY, *names) == (2, None, None, None)
 
 
+def test_a_hybrid_s_own_layers_are_marked_as_they_are() -> None:
+    """A checkpoint of one says of each layer what it is, in whatever order."""
+    size = msgspec.structs.replace(WINDOWED, num_layers=4, layer_kinds="**-*")
+    names = ("num_layers", "window_attn_skip_freq", "no_rope_freq")
+    assert options(size, *names, is_hybrid=True) == (4, [0, 1, 0, 0], [1, 0, 0, 0])
+    assert (hybrid_pattern(size), hybrid_pattern(size, 2)) == ("**-*", "**|-*")
+
+
 def test_no_option_needs_a_gpu_or_a_compiler() -> None:
     """The same model must build on any machine; what is fast is the engine's to choose."""
     fused = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")

@@ -78,7 +78,7 @@ def test_a_fresh_process_is_set_up_alone_quietly_and_all_but_unreachable(tmp_pat
     report = json.loads(done.stdout)
     assert report["light"], "import megallm.models must leave torch and megatron alone"
     assert report["alone"] == (
-        "tp=2 and pp=1 need a multiple of 2 processes, and there are 1; start 2, as with torchrun "
+        "tp=2, pp=1 and ep=1 need a multiple of 2 processes, and there are 1; start 2, as with torchrun "
         "--nproc-per-node 2, or choose smaller sizes"
     )
     assert report["rows"] == TINY.vocab_size // 2, "groups that the caller started are split as asked"

@@ -13,6 +13,8 @@ def test_parameters_and_bytes_are_counted_from_the_tensors() -> None:
     assert facts.num_parameters == sum(values.size for values in tiny_weights().values())
     assert facts.weight_bytes == 2 * facts.num_parameters
     assert facts.cache_bytes_per_token == 2 * 2 * 2 * 16 * 2
+    hybrid = msgspec.structs.replace(TINY, num_layers=5, layer_kinds="*--*-")
+    assert facts_of(hybrid, "bfloat16").cache_bytes_per_token == facts.cache_bytes_per_token
 
 
 def test_experts_that_do_not_run_are_not_active() -> None:

@@ -53,6 +53,15 @@ def test_experts_lie_over_the_ranks_of_tensor_parallelism_first(tp: int, ep: int
     assert Sizes.asked(tp, 1, ep).etp == etp
 
 
+def test_an_expert_with_biases_is_not_split() -> None:
+    """Each rank would add them, and the sum would have them twice."""
+    assert MIXED.experts is not None
+    size = msgspec.structs.replace(MIXED, experts=msgspec.structs.replace(MIXED.experts, has_bias=True))
+    Sizes.asked(2, 1, 2).check_model(size)
+    with pytest.raises(ValueError, match="etp is 2 and does not divide the model's 1 bias of each expert"):
+        Sizes.asked(2, 1, 1).check_model(size)
+
+
 def test_a_norm_over_all_heads_is_not_split() -> None:
     """Each rank would norm its own heads alone, and nobody would notice."""
     size = msgspec.structs.replace(TINY, is_qk_norm_joint=True)
@@ -93,10 +102,12 @@ def test_rows_in_the_mlp_are_counted_where_there_is_one() -> None:
 def test_processes_that_are_too_few_or_left_over_are_refused_with_the_number_to_start() -> None:
     """Megatron's own message says what is not divisible, and nothing of torchrun."""
     Sizes(tp=2, pp=2).check_world(8)
-    with pytest.raises(ValueError, match=r"tp=2 and pp=2 need a multiple of 4 .* there are 6; .*-node 4,"):
+    with pytest.raises(ValueError, match=r"^tp=2, pp=2 and ep=1 need a multiple of 4 .* are 6; .*-node 4,"):
         Sizes(tp=2, pp=2).check_world(6)
-    with pytest.raises(ValueError, match=r"ep=4, pp=1 and 1 ranks an expert need a multiple of 4 .* are 2"):
-        Sizes(tp=2, ep=4).check_world(2)
+    with pytest.raises(
+        ValueError, match=r"^tp=3, pp=1 and ep=2 need a multiple of 6 processes, and there are 3"
+    ):
+        Sizes.asked(3, 1, 2).check_world(3)
 
 
 @pytest.mark.parametrize("name", ["tp", "pp", "ep"])

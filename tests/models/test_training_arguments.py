@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megallm.core_async.errors import UnsupportedModelError
@@ -36,6 +37,20 @@ def test_arguments_of_every_kind_are_taken() -> None:
     experts = Experts(num_experts=4, num_chosen=2, ffn_size=24, is_renormalised=False, dense_layers=(0,))
     moe = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_router_pre_softmax": True}
     assert read(**moe, moe_layer_freq=[0, 1]).experts == experts
+    scored = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    shared = {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True}
+    assert read(
+        **moe, **scored, **shared, moe_layer_freq=[0, 1], moe_router_topk_scaling_factor=2.5
+    ).experts == msgspec.structs.replace(
+        experts, shared_ffn_size=48, has_shared_gate=True, scoring="sigmoid", share_factor=2.5
+    )
+
+
+@pytest.mark.parametrize(("scoring", "has_bias"), [("softmax", True), ("sigmoid", False), ("tanh", False)])
+def test_a_router_that_is_not_built_is_refused(scoring: str, has_bias: bool) -> None:  # noqa: FBT001 - pytest passes it by name
+    """Other experts would run."""
+    with pytest.raises(UnsupportedModelError, match=r"moe_router_score_function is .*; supported is softmax"):
+        read(num_experts=4, moe_router_score_function=scoring, moe_router_enable_expert_bias=has_bias)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import anyio
 
 from megallm.core_async.config import EngineConfig
-from megallm.core_async.ranks.assembly import assembled
+from megallm.core_async.ranks.assembly import Role, assembled
 from megallm.core_async.ranks.calls import Calls
 from megallm.core_async.ranks.coordinator import Coordinator
 from megallm.core_async.ranks.replica import Replica
@@ -53,14 +53,8 @@ def new_fleet(
     for place, runner in enumerate(runners):
         if steps_together:
             runner.before_launch = collective.wait
-        engine, its_calls = assembled(
-            limits,
-            runner,
-            FakeTokenizer(),
-            ranks=None,
-            replicas=FakeRanks(place, meeting, NAMES[:num_replicas]),
-            shares_experts=steps_together,
-        )
+        role = Role(replicas=FakeRanks(place, meeting, NAMES[:num_replicas]), shares_experts=steps_together)
+        engine, its_calls = assembled(limits, runner, FakeTokenizer(), role)
         calls.append(its_calls)
         if isinstance(engine, Replica):
             others.append(engine)

@@ -37,13 +37,19 @@ def mixed_prompts() -> list[list[int]]:
 
 
 def make_llm(
-    model: Any, *, num_ranks: int | None = None, **changes: Any
-) -> MegatronLLM:  # Any: megatron's model; InferenceConfig's fields
+    model: Any,  # Any: megatron's
+    *,
+    num_ranks: int | None = None,
+    use_coordinator: bool = True,
+    **changes: Any,  # Any: fields of InferenceConfig
+) -> MegatronLLM:
     """Gives an engine with a small cache and every feature of the planner on."""
     fields = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_tokens": 48, **changes}
     # `settings` counts blocks of a model of two KV heads a rank; this one has four, split over the ranks
     config = settings(num_blocks=NUM_BLOCKS * 2 // (num_ranks or distributed.get_world_size()), **fields)
-    return MegatronLLM(model=model, tokenizer=FakeTokenizer(), inference_config=config)
+    return MegatronLLM(
+        model=model, tokenizer=FakeTokenizer(), inference_config=config, use_coordinator=use_coordinator
+    )
 
 
 def ids_of(llm: MegatronLLM, **fields: Any) -> list[list[int]]:  # Any: fields of SamplingParams
@@ -108,9 +114,11 @@ def main() -> None:
     for mode in ("persist", "offload", "recompute"):
         with make_llm(model, kv_cache_management_mode=mode) as llm:
             report[mode] = with_lifecycle(llm)
-    report["direct"] = num_ranks > 1 and seen(
-        lambda: MegatronLLM(model=model, tokenizer=FakeTokenizer(), use_coordinator=False)
-    )
+    with make_llm(model, use_coordinator=False) as llm:
+        report["direct"] = ids_of(llm)
+        report["direct stream"] = [
+            token for delta in llm.stream([1, 2, 3], greedy(9)) for token in delta.token_ids
+        ]
     print(json.dumps(report), flush=True)  # noqa: T201 - the parent reads it
     distributed.destroy_process_group()
 

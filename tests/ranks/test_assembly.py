@@ -3,9 +3,10 @@
 import pytest
 
 from megallm.core_async.engine import Engine
-from megallm.core_async.ranks.assembly import assembled
+from megallm.core_async.ranks.assembly import Role, assembled
 from megallm.core_async.ranks.calls import Calls, FollowerCalls, LeaderCalls, ReplicaCalls
 from megallm.core_async.ranks.coordinator import Coordinator
+from megallm.core_async.ranks.direct import DirectFollower, DirectLeader
 from megallm.core_async.ranks.follower import Follower
 from megallm.core_async.ranks.replica import Replica
 from tests.engines import engine_config, fake_runner
@@ -14,29 +15,34 @@ from tests.ranks.in_process import Collective, FakeRanks
 
 
 @pytest.mark.parametrize(
-    ("place", "replica", "expected"),
+    ("place", "replica", "is_direct", "expected"),
     [
-        (None, None, (Engine, Calls, False)),
-        (0, None, (Engine, LeaderCalls, False)),
-        (1, None, (Follower, FollowerCalls, True)),
-        (None, 0, (Coordinator, LeaderCalls, False)),
-        (None, 1, (Replica, ReplicaCalls, True)),
-        (0, 0, (Coordinator, LeaderCalls, False)),
-        (0, 1, (Replica, ReplicaCalls, True)),
-        (1, 0, (Follower, FollowerCalls, True)),
-        (1, 1, (Follower, FollowerCalls, True)),
+        (None, None, False, (Engine, Calls, False)),
+        (0, None, False, (Engine, LeaderCalls, False)),
+        (1, None, False, (Follower, FollowerCalls, True)),
+        (None, 0, False, (Coordinator, LeaderCalls, False)),
+        (None, 1, False, (Replica, ReplicaCalls, True)),
+        (0, 0, False, (Coordinator, LeaderCalls, False)),
+        (0, 1, False, (Replica, ReplicaCalls, True)),
+        (1, 0, False, (Follower, FollowerCalls, True)),
+        (None, None, True, (Engine, Calls, False)),
+        (0, None, True, (DirectLeader, LeaderCalls, False)),
+        (1, None, True, (DirectFollower, FollowerCalls, True)),
+        (1, 1, False, (Follower, FollowerCalls, True)),
     ],
 )
 def test_a_ranks_place_decides_its_engine(
-    place: int | None, replica: int | None, expected: tuple[type[Engine], type[Calls], bool]
+    place: int | None,
+    replica: int | None,
+    is_direct: bool,  # noqa: FBT001 - a parameter of the test
+    expected: tuple[type[Engine], type[Calls], bool],
 ) -> None:
     """Only one rank of all takes requests; every other one waits for it at the end."""
     config, collective = engine_config(), Collective()
-    engine, calls = assembled(
-        config,
-        fake_runner(config),
-        FakeTokenizer(),
+    role = Role(
         ranks=None if place is None else FakeRanks(place, collective),
         replicas=None if replica is None else FakeRanks(replica, collective),
+        is_direct=is_direct,
     )
+    engine, calls = assembled(config, fake_runner(config), FakeTokenizer(), role)
     assert (type(engine), type(calls), calls.follows) == expected

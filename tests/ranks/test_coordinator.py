@@ -153,6 +153,19 @@ async def test_a_lost_replica_fails_the_requests_it_had_begun_and_no_others() ->
         assert fleet.coordinator.phase is Phase.PAUSED
 
 
+async def test_what_finds_no_room_elsewhere_fails_with_the_lost_replicas_name() -> None:
+    """It must not wait for ever for a place that is gone."""
+    config = engine_config(max_waiting=2, max_requests=1)
+    async with running_fleet(config=config) as fleet:
+        fleet.runners[1].before_launch = failing_at(1)
+        completions = await complete(fleet, prompts_of(6))
+        failed = [each for each in completions if each.finish_reason == "error"]
+        assert len(failed) == 3
+        assert {str(each.stop_reason) for each in failed} == {
+            "rank 4 failed: ArithmeticError: the weights are broken"
+        }
+
+
 async def test_replicas_that_share_experts_end_together() -> None:
     """Without those of one, no other can compute a token."""
     async with running_fleet(3, steps_together=True) as fleet:

@@ -104,7 +104,7 @@ def test_process_groups_are_set_up_with_the_asked_sizes(reports: list[dict[str, 
         assert report["untouched"]
         assert report["backend"] == "gloo"
         assert report["world"].startswith(
-            "ValueError: tp=4 and pp=1 need a multiple of 4 processes, and there"
+            "ValueError: tp=4, pp=1 and ep=1 need a multiple of 4 processes, and"
         )
         assert report["heads"] == (
             "ValueError: tp is 2 and does not divide the model's 1 KV groups; it can be 1"

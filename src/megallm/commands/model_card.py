@@ -14,6 +14,7 @@ from megallm.commands.argument_types import DTYPES, share, whole
 
 EXIT_OK = 0
 GIB: Final = 2**30
+MIB: Final = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,10 +47,13 @@ def run(options: argparse.Namespace, *, stdout: TextIO, memory_bytes: int | None
 
     Raises: what opening the checkpoint raises.
     """
-    from megallm.models.load import find_file, open_checkpoint
+    from megallm.models.load import find_file, first_step, open_checkpoint
+    from megallm.models.loading_bar import loading_bar
     from megallm.models.model_facts import facts_of, requests_that_fit
 
-    checkpoint = open_checkpoint(find_file(options.source))
+    with loading_bar(is_shown=None) as bar:
+        bar.say(first_step(options.source))
+        checkpoint = open_checkpoint(find_file(options.source))
     size = checkpoint.hyperparameters
     facts = facts_of(size, options.dtype)
     if options.memory_gb is not None:
@@ -116,11 +120,15 @@ def _readable(shown: dict[str, Any]) -> str:  # Any: the same
         "context": f"{shown['context']:,} tokens",
         "parameters": f"{shown['parameters']:,}"
         + (f", {active:,} of them for a token" if active != shown["parameters"] else ""),
-        "weights": f"{shown['weight_bytes'] / GIB:.2f} GiB in {shown['dtype']}",
+        "weights": f"{_size_of(shown['weight_bytes'])} in {shown['dtype']}",
         "KV cache": f"{shown['kv_bytes_per_token']:,} bytes a token",
         "requests": fit,
     }
     return "".join(f"{name + ':':14}{value}\n" for name, value in lines.items())
+
+
+def _size_of(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / MIB:.2f} MiB"
 
 
 def _machine_bytes() -> int:

@@ -22,7 +22,7 @@ from megallm.core_async.intake import Intake
 from megallm.core_async.matchers import Matchers
 from megallm.core_async.messages import EngineStats
 from megallm.core_async.ranks.agree import agreed
-from megallm.core_async.ranks.assembly import assembled
+from megallm.core_async.ranks.assembly import Role, assembled
 from megallm.core_async.ranks.calls import Calls
 from megallm.core_async.step_log import StepLog
 from megallm.core_async.tokenizers import TokenizerAdapter
@@ -98,14 +98,15 @@ def build(  # the constructor's arguments, which are the public API
     _warn_of_unused(settings)
     topology = topology_of(model, settings)
     ranks, replicas = topology.ranks, topology.replicas if use_coordinator else None
-    if ranks is not None and not use_coordinator:
+    if topology.shares_experts and not use_coordinator:
         raise ValueError(
-            f"use_coordinator=False and a model over {len(ranks.names)} ranks: ranks are kept in step by a"
-            " coordinator; leave use_coordinator=True"
+            "use_coordinator=False and experts that replicas hold a part of each: direct mode can't keep"
+            " replicas in step; use the coordinator"
         )
 
     def limits() -> EngineConfig:
         check_stage(model, topology.stages, leads=ranks is not None and not ranks.place)
+        _check_experts(model, shares_experts=topology.shares_experts)
         return EngineConfig.derive(
             settings,
             _limits_of(model, settings),
@@ -120,11 +121,14 @@ def build(  # the constructor's arguments, which are the public API
         config,
         TorchRunner(model, config, matchers, pipeline_of(model, topology.stages)),
         adapter,
-        ranks=ranks,
-        replicas=replicas,
-        shares_experts=topology.shares_experts,
-        host=coordinator_host,
-        port=coordinator_port,
+        Role(
+            ranks=ranks,
+            replicas=replicas,
+            shares_experts=topology.shares_experts,
+            is_direct=not use_coordinator,
+            host=coordinator_host,
+            port=coordinator_port,
+        ),
     )
     if settings.logging_step_interval:
         _log_steps(engine, settings)
@@ -153,6 +157,16 @@ def _refuse_chunks(model: Any) -> None:  # Any: the caller's own
         raise UnsupportedModelError(
             f"model is {len(model)} chunks of a virtual pipeline, which the engine does not run; build it"
             " with virtual_pipeline_model_parallel_size=None: one part of the model a rank"
+        )
+
+
+def _check_experts(model: torch.nn.Module, *, shares_experts: bool) -> None:
+    """Sees that the model's layers and megatron's groups agree: else ranks would wait for each other."""
+    experts = ModelHook(model).experts
+    if experts.is_spread and not shares_experts:
+        raise UnsupportedModelError(
+            f"the experts are spread over ranks {list(experts.ranks)}, of which InferenceConfig.pg_collection"
+            " knows nothing; give it the model's own tp_ep group"
         )
 
 

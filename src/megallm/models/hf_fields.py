@@ -3,18 +3,21 @@
 One function a family, named for it. Knows the keys of configs; knows no tensor names and no megatron.
 """
 
-from typing import Any, Final
+from typing import Any
 
 from msgspec.structs import replace
 
 from megallm.core_async.errors import UnsupportedModelError
 from megallm.models.checkpoint import Experts
+from megallm.models.hf_windows import (
+    Fields,
+    sliding_layers,
+    some_windowed,
+    turned_apart,
+    window,
+    windowed_but_every,
+)
 from megallm.models.settings_file import Settings
-
-type Fields = dict[str, Any]  # of Hyperparameters
-
-_SLIDING: Final = "sliding_attention"
-_LAYER_KINDS: Final = ("full_attention", _SLIDING)
 
 
 def llama(settings: Settings) -> Fields:
@@ -24,7 +27,7 @@ def llama(settings: Settings) -> Fields:
 
 def mistral(settings: Settings) -> Fields:
     """A window, in every layer; Phi-3's, too."""
-    return _window(settings, range(settings.value("num_hidden_layers", int)))
+    return window(settings, range(settings.value("num_hidden_layers", int)))
 
 
 def mixtral(settings: Settings) -> Fields:
@@ -40,12 +43,12 @@ def mixtral(settings: Settings) -> Fields:
 
 def qwen2(settings: Settings) -> Fields:
     """Biases of queries, keys and values; a window in some layers."""
-    return {"has_qkv_bias": True, **_some_windowed(settings)}
+    return {"has_qkv_bias": True, **some_windowed(settings)}
 
 
 def qwen3(settings: Settings) -> Fields:
     """Norms of queries and keys; a window in some layers."""
-    return {"has_qk_norm": True, **_biases(settings), **_some_windowed(settings)}
+    return {"has_qk_norm": True, **_biases(settings), **some_windowed(settings)}
 
 
 def qwen2_moe(settings: Settings) -> Fields:
@@ -56,7 +59,7 @@ def qwen2_moe(settings: Settings) -> Fields:
         has_shared_gate=True,
     )
     has_bias = settings.value_or("qkv_bias", True)
-    return {"has_qkv_bias": has_bias, **_some_windowed(settings), "experts": experts}
+    return {"has_qkv_bias": has_bias, **some_windowed(settings), "experts": experts}
 
 
 def qwen3_moe(settings: Settings) -> Fields:
@@ -92,7 +95,7 @@ def glm4_moe(settings: Settings) -> Fields:
 def dots1(settings: Settings) -> Fields:
     """Norms of queries and keys, biases; GLM-4.5's experts."""
     kinds: list[Any] = settings.value_or("layer_types", [])
-    windows = _window(settings, _sliding_layers(settings, kinds))
+    windows = window(settings, sliding_layers(settings, kinds))
     return {**_biases(settings), **windows, "has_qk_norm": True, "experts": _sigmoid_experts(settings)}
 
 
@@ -111,7 +114,7 @@ def gpt_oss(settings: Settings) -> Fields:
     )
     return {
         **_biases(settings),
-        **_windowed_but_every(settings, 2),
+        **windowed_but_every(settings, 2),
         "has_sinks": True,
         "activation": "quick_gelu",
         "gate_bound": settings.value_or("swiglu_limit", 7.0),
@@ -168,9 +171,9 @@ def smollm3(settings: Settings) -> Fields:
     if not settings.value_or("use_sliding_window", False):
         windows = {}
     elif settings.has("layer_types"):
-        windows = _some_windowed(settings)
+        windows = some_windowed(settings)
     else:
-        windows = _window(settings, list(unturned))
+        windows = window(settings, list(unturned))
     return {**llama(settings), **windows, "unturned_layers": unturned}
 
 
@@ -188,7 +191,7 @@ def gemma2(settings: Settings) -> Fields:
     """Gemma's; output norms, bounds, another scale of scores, a window in every other layer."""
     return {
         **gemma(settings),
-        **_windowed_but_every(settings, 2),
+        **windowed_but_every(settings, 2),
         "has_output_norms": True,
         "score_scale": settings.value("query_pre_attn_scalar", float) ** -0.5,
         "score_softcap": _optional(settings, "attn_logit_softcapping"),
@@ -204,7 +207,7 @@ def gemma3(settings: Settings) -> Fields:
         )
     return {  # without a bound on scores, which transformers leaves out whatever the config says
         **gemma(settings),
-        **_turned_apart(settings, _windowed_but_every(settings, 6), "rope_local_base_freq"),
+        **turned_apart(settings, windowed_but_every(settings, 6), "rope_local_base_freq"),
         "has_output_norms": True,
         "has_qk_norm": True,
         "score_scale": settings.value("query_pre_attn_scalar", float) ** -0.5,
@@ -273,12 +276,12 @@ def olmo2(settings: Settings) -> Fields:
 
 def olmo3(settings: Settings) -> Fields:
     """OLMo-2's; windows in most layers, whose rotary frequencies are not scaled."""
-    return {**olmo2(settings), **_turned_apart(settings, _windowed_but_every(settings, 4), "rope_theta")}
+    return {**olmo2(settings), **turned_apart(settings, windowed_but_every(settings, 4), "rope_theta")}
 
 
 def exaone4(settings: Settings) -> Fields:
     """OLMo-2's norms, but head by head; windows in most layers, and no rotary positions in the others."""
-    windows = _windowed_but_every(settings, 4)
+    windows = windowed_but_every(settings, 4)
     unturned = set(range(settings.value("num_hidden_layers", int))) - {*windows.get("windowed_layers", ())}
     return {
         **windows,
@@ -292,59 +295,6 @@ def exaone4(settings: Settings) -> Fields:
 def _biases(settings: Settings) -> Fields:
     has_bias = settings.value_or("attention_bias", False)
     return {"has_qkv_bias": has_bias, "has_output_bias": has_bias}
-
-
-def _window(settings: Settings, layers: range | list[int]) -> Fields:
-    """Gives the window of some layers; transformers counts a query's own token, too."""
-    if not settings.has("sliding_window") or not layers:
-        return {}
-    return {"window": settings.value("sliding_window", int) - 1, "windowed_layers": tuple(layers)}
-
-
-def _some_windowed(settings: Settings) -> Fields:
-    """Reads the window of families that say of each layer whether it has one, or from which layer on."""
-    if not settings.value_or("use_sliding_window", False):
-        return {}
-    num_layers = settings.value("num_hidden_layers", int)
-    if not settings.has("layer_types"):
-        return _window(settings, range(settings.value_or("max_window_layers", 28), num_layers))
-    return _window(settings, _sliding_layers(settings, settings.value("layer_types", list)))
-
-
-def _windowed_but_every(settings: Settings, every: int) -> Fields:
-    """Reads the window of families where one layer of `every` has none, unless the config says otherwise."""
-    if settings.has("layer_types"):
-        kinds: list[Any] = settings.value("layer_types", list)
-    elif settings.has("sliding_window"):
-        every = max(1, settings.value_or("sliding_window_pattern", every))
-        layers = range(1, settings.value("num_hidden_layers", int) + 1)
-        kinds = [_LAYER_KINDS[layer % every > 0] for layer in layers]
-    else:
-        return {}
-    return _window(settings, _sliding_layers(settings, kinds))
-
-
-def _sliding_layers(settings: Settings, kinds: list[Any]) -> list[int]:
-    unknown = sorted({str(kind) for kind in kinds if kind not in _LAYER_KINDS})
-    if unknown:
-        raise UnsupportedModelError(
-            f"{settings.name_of('layer_types')} has {unknown}, supported are {', '.join(_LAYER_KINDS)}"
-        )
-    return [layer for layer, kind in enumerate(kinds) if kind == _SLIDING]
-
-
-def _turned_apart(settings: Settings, windows: Fields, old_key: str) -> Fields:
-    """Gives layers with a window, if there are any, their own rotary base."""
-    if not windows:
-        return {}
-    rope = settings.inside("rope_parameters").inside(_SLIDING)
-    kind = rope.value_or("rope_type", "default")
-    if kind != "default":
-        raise UnsupportedModelError(
-            f"{rope.name_of('rope_type')} is {kind!r}; supported for layers with a window is default"
-        )
-    base = rope.value_or("rope_theta", settings.value(old_key, float))
-    return {**windows, "windowed_rotary_base": base}
 
 
 def _optional(settings: Settings, key: str) -> float | None:

@@ -100,10 +100,15 @@ def check_scales(
     Raises: UnsupportedModelError when nothing says what its blocks are; ModelFileError.
     """
     shape, name = file.tensors[weight].shape, scale_name(weight)
-    if blocks is None or len(shape) != 2:  # noqa: PLR2004 - a matrix
+    if blocks is None:
         raise UnsupportedModelError(
             f"{file.path}: tensor {weight} is stored as {SCALED}, and config.json has no fp8 "
             "quantization_config that says what scales it; use the model's unquantised folder"
+        )
+    if len(shape) != 2:  # noqa: PLR2004 - a matrix
+        raise UnsupportedModelError(
+            f"{file.path}: tensor {weight} is stored as {SCALED} of shape {shape}, supported are matrices; use "
+            "the model's unquantised folder"
         )
     if scales is None:
         raise ModelFileError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from megallm.core_async.errors import ModelFileError, UnsupportedModelError
 from megallm.models.base_tokenizer import ModelTokenizer
-from megallm.models.catalog import KNOWN_MODELS, fetch
+from megallm.models.catalog import KNOWN_MODELS, fetch, path_of
 from megallm.models.checkpoint import Checkpoint
 from megallm.models.gguf_checkpoint import GgufCheckpoint
 from megallm.models.gguf_file import GgufFile
@@ -66,7 +66,7 @@ def load_model(
         raise ValueError(f"model_class is {model_class!r}; it must be one of {', '.join(MODEL_CLASSES)}")
     with loading_bar(is_shown=False if progress is None and launched().rank else progress) as bar:
         # first, since what it refuses needs no imports of seconds
-        bar.say(f"opening {source}")
+        bar.say(first_step(source, cache_dir))
         checkpoint = open_checkpoint(find_file(source, cache_dir))
         chosen = checkpoint.tokenizer() if tokenizer is None else tokenizer
         if isinstance(tokenizer, str | Path):
@@ -81,6 +81,13 @@ def load_model(
             model_class=model_class,
         )
     return model, chosen
+
+
+def first_step(source: str | Path, cache_dir: Path | None = None) -> str:
+    """Says what `find_file` is going to do."""
+    known = KNOWN_MODELS.get(str(source))
+    is_missing = known is not None and not path_of(known, cache_dir).exists()
+    return f"fetching {source}, once" if is_missing else f"opening {source}"
 
 
 def find_file(source: str | Path, cache_dir: Path | None = None) -> Path:

@@ -27,6 +27,7 @@ _WARNINGS: Final = (
     "The following imports from `dynamic_context.py`",
     "full scope is deprecated",
     "MLP requires ffn_hidden_size",
+    "When using expert parallelism and tensor parallelism for training",
     "torch.distributed is disabled, unavailable or uninitialized",
     "The argument order of load has been changed",
     "Please use DTensor instead",

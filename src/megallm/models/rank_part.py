@@ -53,15 +53,13 @@ class Sizes(Struct, frozen=True):
 
         Raises: ValueError naming the sizes, the number and the remedy.
         """
-        for what, needed in (
-            (f"tp={self.tp} and pp={self.pp}", self.tp * self.pp),
-            (f"ep={self.ep}, pp={self.pp} and {self.etp} ranks an expert", self.ep * self.pp * self.etp),
-        ):
-            if num_ranks % needed:
-                raise ValueError(
-                    f"{what} need a multiple of {needed} processes, and there are {num_ranks}; start "
-                    f"{needed}, as with torchrun --nproc-per-node {needed}, or choose smaller sizes"
-                )
+        needed = math.lcm(self.tp * self.pp, self.ep * self.etp * self.pp)
+        if num_ranks % needed:
+            raise ValueError(
+                f"tp={self.tp}, pp={self.pp} and ep={self.ep} need a multiple of {needed} processes, and "
+                f"there are {num_ranks}; start {needed}, as with torchrun --nproc-per-node {needed}, or "
+                "choose smaller sizes"
+            )
 
     def check_model(self, size: Hyperparameters) -> None:
         """Refuses sizes that don't divide what they split.
@@ -94,6 +92,8 @@ def _split_things(size: Hyperparameters) -> dict[str, dict[str, int]]:
             by_tp["rows in the shared expert"] = size.experts.shared_ffn_size
         split["ep"] = {"experts": size.experts.num_experts}
         split["etp"] = {"rows in each expert": size.experts.ffn_size}
+        if size.experts.has_bias:
+            split["etp"]["bias of each expert"] = 1  # every rank would add it
     return split
 
 

@@ -3,7 +3,7 @@
 Knows the arguments' names, and the letters of a HybridModel's layers; knows no file and no weights.
 """
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from megallm.core_async.errors import UnsupportedModelError
 from megallm.models.checkpoint import Experts, Hyperparameters, RopeScaling
@@ -16,9 +16,7 @@ _NEEDED: Final = {
     "rotary_interleaved": False,
     "layernorm_zero_centered_gamma": False,
     "apply_layernorm_1p": False,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_router_score_function": "softmax",
-    "moe_router_enable_expert_bias": False,
+    "moe_router_group_topk": None,
     "mtp_num_layers": None,
     "attention_output_gate": False,
     "softmax_type": "vanilla",
@@ -180,4 +178,21 @@ def _experts(arguments: Settings, num_layers: int, kinds: str | None) -> Experts
         ffn_size=arguments.value_or("moe_ffn_hidden_size", arguments.value("ffn_hidden_size", int)),
         is_renormalised=not arguments.value_or("moe_router_pre_softmax", False),
         dense_layers=tuple(layer for layer, mark in enumerate(pattern) if not int(mark)),
+        shared_ffn_size=arguments.value_or("moe_shared_expert_intermediate_size", 0),
+        has_shared_gate=arguments.value_or("moe_shared_expert_gate", False),
+        scoring=_scoring(arguments),
+        share_factor=arguments.value_or("moe_router_topk_scaling_factor", 1.0),
+    )
+
+
+def _scoring(arguments: Settings) -> Literal["softmax", "sigmoid"]:
+    scoring = arguments.value_or("moe_router_score_function", "softmax")
+    has_bias = arguments.value_or("moe_router_enable_expert_bias", False)
+    if scoring == "softmax" and not has_bias:
+        return "softmax"
+    if scoring == "sigmoid" and has_bias:
+        return "sigmoid"
+    raise UnsupportedModelError(
+        f"{arguments.name_of('moe_router_score_function')} is {scoring!r} and moe_router_enable_expert_bias "
+        f"{has_bias}; supported is softmax without the bias, or sigmoid with it"
     )

@@ -52,10 +52,7 @@ class Output:
         self.is_watched = self.stream is not None or spec.reports_progress or spec.tracks_tokens
         """Whether something is to be done with each token, beyond keeping it."""
         self.may_wait = (
-            spec.is_streamed
-            and not spec.stop_words
-            and not spec.reports_progress
-            and not spec.tracks_tokens
+            spec.is_streamed and not spec.stop_words and not spec.reports_progress and not spec.tracks_tokens
         )
         """Whether that may as well be done with several tokens at once, later."""
         self._detokenize = detokenize

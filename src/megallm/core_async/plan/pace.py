@@ -12,7 +12,7 @@ from typing import Final
 from megallm.core_async.messages import RequestId
 
 MAX_GIVEN_PER_S: Final = 6_000
-"""A third of a core, at the 30 to 60 us that one write of a front end takes, machines differ."""
+"""A fifth of a core, at the 30 us that one write of a front end was measured to take."""
 MAX_INTERVAL_S: Final = 0.045
 """Text that comes in more than twenty parts a second still flows."""
 MIN_STREAMS: Final = 64

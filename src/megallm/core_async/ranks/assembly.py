@@ -1,5 +1,7 @@
 """This rank's engine: whole, leading other ranks, following one, or that of one replica among several."""
 
+from msgspec import Struct
+
 from megallm.core_async.actors.worker import Worker, WorkerActor
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.device.rank_group import Ranks
@@ -9,6 +11,7 @@ from megallm.core_async.protocols import Runner, Tokenizer
 from megallm.core_async.ranks.blame import BLAME_S, RankWorker
 from megallm.core_async.ranks.calls import Calls, FollowerCalls, LeaderCalls, ReplicaCalls
 from megallm.core_async.ranks.coordinator import Coordinator
+from megallm.core_async.ranks.direct import DirectFollower, DirectLeader
 from megallm.core_async.ranks.follower import Follower
 from megallm.core_async.ranks.leader import Leader
 from megallm.core_async.ranks.replica import Replica
@@ -16,56 +19,50 @@ from megallm.core_async.ranks.together import Together
 from megallm.core_async.transport.ranks import address_towards
 
 
-def assembled(
-    config: EngineConfig,
-    runner: Runner,
-    tokenizer: Tokenizer,
-    *,
-    ranks: Ranks | None,
-    replicas: Ranks | None,
-    shares_experts: bool = False,
-    host: str | None = None,
-    port: int | None = None,
-) -> tuple[Engine, Calls]:
-    """Gives the engine of this rank, and the lifecycle as its program calls it; starts nothing.
+class Role(Struct, frozen=True, kw_only=True):
+    """What one rank is among all that run a model."""
 
-    `ranks`: that the model is split over; `replicas`: that hold the same part of the others; None: this one
-    alone. `host`, `port`: where global rank 0 listens.
-    """
+    ranks: Ranks | None = None
+    """Those that its replica is split over; None: this one alone."""
+    replicas: Ranks | None = None
+    """Those that hold the same part of every replica; None: it knows of no other."""
+    shares_experts: bool = False
+    """The replicas do, so that they take every step together."""
+    is_direct: bool = False
+    """Every rank's program makes every call, not only the first one's."""
+    host: str | None = None
+    """Where global rank 0 listens; None is loopback."""
+    port: int | None = None
+
+
+def assembled(config: EngineConfig, runner: Runner, tokenizer: Tokenizer, role: Role) -> tuple[Engine, Calls]:
+    """Gives the engine of this rank, and the lifecycle as its program calls it; starts nothing."""
+    ranks, replicas = role.ranks, role.replicas
     if ranks is not None and ranks.place:
-        follower = Follower(config, runner, tokenizer, ranks)
+        follower = (DirectFollower if role.is_direct else Follower)(config, runner, tokenizer, ranks)
         return follower, FollowerCalls(follower)
     led: list[Together] = []
     """Whom this rank leads; those of its own replica join with the engine's start."""
 
-    # a replica's failure that others share comes to be known through the coordinator
-    blame_s = 2 * BLAME_S if shares_experts else BLAME_S
-
     def make_worker(runner: Runner) -> WorkerActor:
-        if ranks is None and replicas is None:
-            return Worker(runner)
-        if ranks is None:
-            assert replicas is not None
-            name = replicas.names[replicas.place]
-            report = engine.report if isinstance(engine, Replica) else _tell_nobody
-            worker = RankWorker(runner, name, report, blame_s=blame_s)
-            if not shares_experts:
-                worker.is_explained.set()  # by itself: no other rank takes part in its steps
-            return worker
-        if replicas is None:
-            leader = Leader(runner, ranks, engine.error, host=host, port=port)
-        else:
-            own_host = host if host is None or not replicas.place else address_towards(host)
-            leader = Leader(runner, ranks, engine.error, host=own_host, blame_s=blame_s)
-        led.insert(0, leader)
-        return leader
+        if ranks is not None:
+            leader = _leader(engine, runner, ranks, role)
+            led.insert(0, leader)
+            return leader
+        return Worker(runner) if replicas is None else _replica_worker(engine, runner, replicas, role)
 
     if replicas is None:
+        if ranks is None:
+            engine = Engine(config, runner, tokenizer, make_worker=make_worker)
+            return engine, Calls(engine)
+        if role.is_direct:
+            engine = direct = DirectLeader(config, runner, tokenizer, led, make_worker=make_worker)
+            return engine, direct.calls
         engine = Engine(config, runner, tokenizer, make_worker=make_worker)
-        return engine, Calls(engine) if ranks is None else LeaderCalls(engine, led)
+        return engine, LeaderCalls(engine, led)
     if replicas.place:
         engine = replica = Replica(
-            config, runner, tokenizer, replicas, make_worker=make_worker, steps_together=shares_experts
+            config, runner, tokenizer, replicas, make_worker=make_worker, steps_together=role.shares_experts
         )
         return engine, ReplicaCalls(replica, led)
     engine = coordinator = Coordinator(
@@ -74,12 +71,34 @@ def assembled(
         tokenizer,
         replicas,
         make_worker=make_worker,
-        steps_together=shares_experts,
-        host=host,
-        port=port,
+        steps_together=role.shares_experts,
+        host=role.host,
+        port=role.port,
     )
     led.append(coordinator.replicas)
     return engine, LeaderCalls(engine, led)
+
+
+def _leader(engine: Engine, runner: Runner, ranks: Ranks, role: Role) -> Leader:
+    """Gives the worker of a replica of several ranks; but the first's, it listens where it reaches that."""
+    if role.replicas is None:
+        return Leader(runner, ranks, engine.error, host=role.host, port=role.port)
+    host = role.host if role.host is None or not role.replicas.place else address_towards(role.host)
+    return Leader(runner, ranks, engine.error, host=host, blame_s=_blame_s(role))
+
+
+def _replica_worker(engine: Engine, runner: Runner, replicas: Ranks, role: Role) -> RankWorker:
+    """Gives the worker of a replica of one rank."""
+    report = engine.report if isinstance(engine, Replica) else _tell_nobody
+    worker = RankWorker(runner, replicas.names[replicas.place], report, blame_s=_blame_s(role))
+    if not role.shares_experts:
+        worker.is_explained.set()  # by itself: no other rank takes part in its steps
+    return worker
+
+
+def _blame_s(role: Role) -> float:
+    """Gives how long a failure waits for a better explanation: another replica's comes through a third."""
+    return 2 * BLAME_S if role.shares_experts else BLAME_S
 
 
 def _tell_nobody(_failure: RankLostError) -> None:

@@ -27,29 +27,29 @@ class Calls:
 
     async def pause(self, mode: str = "keep") -> None:
         """See Engine."""
-        await self._together("pause", lambda: self._engine.pause(mode))
+        await self.together("pause", lambda: self._engine.pause(mode))
 
     async def unpause(self) -> None:
         """See Engine."""
-        await self._together("unpause", self._engine.unpause)
+        await self.together("unpause", self._engine.unpause)
 
     async def suspend(self) -> None:
         """See Engine."""
-        await self._together("suspend", self._engine.suspend)
+        await self.together("suspend", self._engine.suspend)
 
     async def resume(self) -> None:
         """See Engine."""
-        await self._together("resume", self._engine.resume)
+        await self.together("resume", self._engine.resume)
 
     async def set_generation_epoch(self, epoch: object) -> None:
         """See Engine."""
-        await self._together("set_generation_epoch", lambda: self._engine.set_generation_epoch(epoch))
+        await self.together("set_generation_epoch", lambda: self._engine.set_generation_epoch(epoch))
 
     async def wait_for_leader(self) -> None:
         """Waits, on a rank that follows, until the leader has shut down."""
 
-    async def _together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
-        """Makes a call of the engine. `name`: of the call, for the other ranks."""
+    async def together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+        """Makes a call, once every rank's program has. `name`: of the call, which all make alike."""
         del name
         await call()
 
@@ -62,7 +62,8 @@ class LeaderCalls(Calls):
         super().__init__(engine)
         self.others = others
 
-    async def _together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+    async def together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+        """See Calls."""
         self._engine.check_alive()
         numbers = [other.calls.next_number() for other in self.others]
         fault: Fault | None = None
@@ -98,9 +99,10 @@ class ReplicaCalls(LeaderCalls):
         """See Calls."""
         await self._replica.wait_for_leader()
 
-    async def _together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+    async def together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+        """See Calls."""
         del call  # the coordinator makes it, once all replicas' programs have
-        await super()._together(name, lambda: self._replica.call_made(name))
+        await super().together(name, lambda: self._replica.call_made(name))
 
 
 class FollowerCalls(Calls):
@@ -116,6 +118,7 @@ class FollowerCalls(Calls):
         """See Calls."""
         await self._follower.wait_for_leader()
 
-    async def _together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+    async def together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+        """See Calls."""
         del call
         await self._follower.call_made(name)

@@ -4,7 +4,7 @@ An `Engine` whose requests may run elsewhere. What other replicas give goes thro
 its own readers, as if it had run here.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -13,7 +13,6 @@ import anyio
 from anyio import lowlevel
 from msgspec import structs
 
-from megallm.core_async.actors.detokenizer import Detokenizer, Parcel
 from megallm.core_async.actors.router import Router
 from megallm.core_async.actors.worker import WorkerActor
 from megallm.core_async.config import EngineConfig, check_epoch
@@ -27,7 +26,6 @@ from megallm.core_async.errors import (
     RankLostError,
 )
 from megallm.core_async.kit.actor import Actor
-from megallm.core_async.kit.outbox import Outboxes
 from megallm.core_async.kit.supervisor import Supervisor
 from megallm.core_async.messages import (
     DropRank,
@@ -39,6 +37,7 @@ from megallm.core_async.messages import (
     RequestId,
     RequestsEnded,
     RouteRequests,
+    TextSpec,
     TokenBatch,
     pack_floats,
     pack_ints,
@@ -52,35 +51,12 @@ from megallm.core_async.plan.routing import RoutingPolicy, RoutingTable
 from megallm.core_async.protocols import Runner, Tokenizer
 from megallm.core_async.ranks.replica_link import ReplicaLink
 from megallm.core_async.ranks.replicas import DRAIN_S, Replicas
-from megallm.core_async.step_times import StepTimes
+from megallm.core_async.ranks.shared_detokenizer import SharedDetokenizer
 from megallm.core_async.transport.replica_frames import OrderedCall, Output, StepBegun
-from megallm.core_async.transport.routes import Routes
 
 OWN_PLACE: Final = 0
 HEADROOM: Final = 8
 """Places of the detokeniser's mailbox below which the replicas' output waits a turn of the loop."""
-
-
-class RoutedDetokenizer(Detokenizer):
-    """The detokeniser of all replicas' requests."""
-
-    def __init__(
-        self,
-        detokenize: Callable[[Sequence[int]], str],
-        outboxes: Outboxes[Parcel],
-        times: StepTimes,
-        routes: Routes,
-        *,
-        on_batch: Callable[[TokenBatch], Awaitable[None]],
-    ) -> None:
-        """`on_batch` hears of each batch first, and of every request's end."""
-        super().__init__(detokenize, outboxes, times, routes)
-        self._on_batch = on_batch
-
-    async def handle(self, message: TokenBatch) -> None:
-        """See Detokenizer."""
-        await self._on_batch(message)
-        await super().handle(message)
 
 
 class Coordinator(Engine):
@@ -134,7 +110,7 @@ class Coordinator(Engine):
         super()._build()
 
     def _make_detokenizer(self) -> Actor[TokenBatch]:
-        return RoutedDetokenizer(
+        return SharedDetokenizer(
             self._tokenizer.detokenize, self._outboxes, self.times, self.routes, on_batch=self._note_batch
         )
 
@@ -190,13 +166,17 @@ class Coordinator(Engine):
 
     async def lost(self, silent: list[NewRequest], failed: list[RequestId], why: RankLostError) -> None:
         """See Listener. What had produced nothing there runs elsewhere; the rest has failed."""
+        never: list[TextSpec] = []
+        """Of those that end before anything came of them, which the detokeniser has not heard of."""
         try:
             await self.queue(silent)
         except EngineBusy:
-            failed = [*failed, *(request.request_id for request in silent)]
+            never = [request.text for request in silent]
+            failed = [*failed, *(spec.request_id for spec in never)]
         endings = [Finished(request_id, "error", str(why)) for request_id in failed]
         now_s = anyio.current_time()
-        self._detokenizer.address.tell(TokenBatch([], [], pack_ints([]), pack_floats([]), endings, now_s))
+        batch = TokenBatch(never, [], pack_ints([]), pack_floats([]), endings, now_s)
+        self._detokenizer.address.tell(batch)
 
     # ---- requests ------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from megallm.core_async.kit.foreign import poster
 from megallm.core_async.kit.outbox import Outbox, Outboxes
 from megallm.core_async.kit.reply import Reply
 from megallm.core_async.kit.supervisor import Supervisor
-from megallm.core_async.messages import FollowStep, NewRequest, ReleaseCache, RestoreCache
+from megallm.core_async.messages import FollowStep, NewRequest, ReleaseCache, RestoreCache, TokenBatch
 from megallm.core_async.plan.phases import Phase
 from megallm.core_async.protocols import Runner, Tokenizer
 from megallm.core_async.ranks.blame import RankWorker
@@ -40,6 +40,7 @@ from megallm.core_async.transport.rank_frames import (
     End,
     Failed,
     FromLeader,
+    Gave,
     Go,
     Here,
     RunStep,
@@ -145,6 +146,8 @@ class Follower(Engine):
         match frame:
             case RunStep() | ChangeCache():
                 self._order(frame)
+            case Gave(batch):
+                self._take_output(batch)
             case CallEnded():
                 self._calls.end(frame)
             case AskWhere():
@@ -162,6 +165,9 @@ class Follower(Engine):
                 self._stop_asked.set()
             case _:
                 assert_never(frame)
+
+    def _take_output(self, batch: TokenBatch) -> None:
+        raise AssertionError(f"output of {len(batch.requests)} requests came to a rank that has made none")
 
     def _order(self, frame: RunStep | ChangeCache) -> None:
         """Hands the worker what it is to do."""

@@ -5,7 +5,7 @@ One `RunStep` to each rank is all that a step costs; no answer to it is sent.
 
 from msgspec import Struct
 
-from megallm.core_async.messages import StepPlan
+from megallm.core_async.messages import StepPlan, TokenBatch
 from megallm.core_async.transport.frames import Fault
 from megallm.core_async.transport.framing import Kinds
 
@@ -43,6 +43,12 @@ class ChangeCache(Struct, frozen=True, tag=True, array_like=True):
     keep_contents: bool = False
 
 
+class Gave(Struct, frozen=True, tag=True, array_like=True):
+    """What a step gave, where every rank's program has made the call that asked for it."""
+
+    batch: TokenBatch
+
+
 class CallEnded(Struct, frozen=True, tag=True, array_like=True):
     """The call that all ranks have made is over, and what came of it."""
 
@@ -56,7 +62,7 @@ class End(Struct, frozen=True, tag=True, array_like=True):
     fault: Fault
 
 
-type FromLeader = Go | RunStep | ChangeCache | CallEnded | AskWhere | Here | End
+type FromLeader = Go | RunStep | ChangeCache | Gave | CallEnded | AskWhere | Here | End
 FROM_LEADER = Kinds[FromLeader](FromLeader.__value__)
 
 # ---- to the leader -----------------------------------------------------------------------------

@@ -170,7 +170,7 @@ class RemoteEngine:
             log.exception("the engine's process sent what makes no sense")
 
     def _tell_time(self, frames: Sequence[ToFrontend]) -> None:
-        """Takes the last step's time for that of all which came together: so far behind is this process."""
+        """Tells the pace the time of the last step: those that came together count as one."""
         times = [frame.batch.time_s for frame in frames if isinstance(frame, StepOutput)]
         if times:
             self._pace.time_s = times[-1]
