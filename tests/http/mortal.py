@@ -67,5 +67,14 @@ def loaded(name: str, num_threads: int | None) -> tuple[None, None]:
 
 
 if __name__ == "__main__":
-    streams = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
-    sys.exit(cli.run(sys.argv[1:], load=loaded, open_engine=opened, open_serving=opened, **streams))
+    sys.exit(
+        cli.run(
+            sys.argv[1:],
+            load=loaded,
+            open_engine=opened,
+            open_serving=opened,
+            stdin=sys.stdin,
+            stdout=sys.stdout,
+            stderr=sys.stderr,
+        )
+    )

@@ -209,3 +209,12 @@ def test_the_rank_with_the_highest_score_is_taken(
             table.end(RequestId(number))
             pending[rank] -= 1
     assert [table.num_pending(rank) for rank in range(num_ranks)] == pending
+
+
+def test_a_request_beside_another_goes_where_that_is() -> None:
+    """Forks of one prompt share its blocks, which are on one rank."""
+    table = RoutingTable(3, policy=RoutingPolicy.LOAD_BALANCED, alpha=0.5, max_requests=4)
+    rank = table.route(RequestId(1), [])
+    assert [table.route(RequestId(number), [], RequestId(1)) for number in (2, 3)] == [rank, rank]
+    assert table.num_pending(rank) == 3
+    assert table.route(RequestId(4), []) != rank

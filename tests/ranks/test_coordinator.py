@@ -5,6 +5,7 @@ from random import Random
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from megallm.core_async.errors import EngineBusy, EngineDeadError, LifecycleError
 from megallm.core_async.messages import Completion, StepPlan
@@ -76,6 +77,16 @@ async def test_requests_run_on_every_replica_and_give_what_one_gives(
         stats = fleet.coordinator.stats()
         assert (stats.running, stats.waiting, stats.generated_tokens) == (0, 0, 12 * 8)
         assert stats.free_blocks == 3 * fleet.coordinator.config.num_blocks
+
+
+async def test_forks_of_a_prompt_run_where_its_blocks_are() -> None:
+    """Several continuations of one prompt cost one prefill, not one on each replica."""
+    async with running_fleet() as fleet:
+        requests = [replace(fleet.rig.request(range(40), 4), shares_prefix=True) for _ in range(6)]
+        completions = await fleet.rig.complete(*requests)
+        assert [each.token_ids for each in completions] == [continuation(range(40), 4)] * 6
+        assert sorted(steps > 0 for steps in fleet.num_steps()) == [False, True]
+        assert fleet.coordinator.stats().prefill_tokens < 2 * 40
 
 
 async def test_a_request_that_nobody_reads_any_more_frees_its_blocks_wherever_it_runs() -> None:

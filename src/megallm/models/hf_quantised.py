@@ -107,8 +107,8 @@ def check_scales(
         )
     if len(shape) != 2:  # noqa: PLR2004 - a matrix
         raise UnsupportedModelError(
-            f"{file.path}: tensor {weight} is stored as {SCALED} of shape {shape}, supported are matrices; use "
-            "the model's unquantised folder"
+            f"{file.path}: tensor {weight} is stored as {SCALED} of shape {shape}, supported are matrices; "
+            "use the model's unquantised folder"
         )
     if scales is None:
         raise ModelFileError(

@@ -35,12 +35,12 @@ class Router(Actor[RouterMessage]):
     async def handle(self, message: RouterMessage) -> object:
         """See the messages."""
         match message:
-            case RouteRequests(request_ids, keys):
+            case RouteRequests(request_ids, keys, beside):
                 if not self._table.ranks:
                     raise Refusal(EngineDeadError("no data-parallel rank is left; start the engine again"))
                 self._check_room(len(request_ids))
-                pairs = zip(request_ids, keys, strict=True)
-                return [self._table.route(request_id, own_keys) for request_id, own_keys in pairs]
+                columns = zip(request_ids, keys, beside or (None,) * len(keys), strict=True)
+                return [self._table.route(*each) for each in columns]
             case RequestsEnded(request_ids):
                 for request_id in request_ids:
                     self._table.end(request_id)

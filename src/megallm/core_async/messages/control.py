@@ -213,6 +213,8 @@ class RouteRequests(Ask[list[int]], frozen=True, gc=False):
     request_ids: list[RequestId]
     keys: list[list[bytes]]
     """Of the complete blocks of each prompt, see plan/prefix.py; none: the load alone decides."""
+    beside: tuple[RequestId | None, ...] = ()
+    """For each the earlier one whose rank it shares, blocks and all; empty: there are no such."""
 
 
 class RequestsEnded(Struct, frozen=True, gc=False):

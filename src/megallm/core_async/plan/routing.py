@@ -69,10 +69,11 @@ class RoutingTable:
         """Gives how many requests are at a rank."""
         return self._num_pending[rank]
 
-    def route(self, request_id: RequestId, keys: list[bytes]) -> int:
+    def route(self, request_id: RequestId, keys: list[bytes], beside: RequestId | None = None) -> int:
         """Picks the rank of a request, which is pending there until `end`; some rank must be there.
 
         `keys`: of the complete blocks of its prompt, see plan/prefix.py; none: the load decides.
+        `beside`: a request that was routed before, and has not ended: its rank is taken.
         """
         assert self._num_pending, "no rank is there"
         assert request_id not in self._rank_of, f"request {request_id} has a rank already"
@@ -80,7 +81,7 @@ class RoutingTable:
             keys = []
         elif self._policy is RoutingPolicy.FIRST_PREFIX_BLOCK:
             keys = keys[:1]
-        rank = self._best(keys)
+        rank = self._best(keys) if beside is None else self._rank_of[beside]
         self._now += 1
         self._num_pending[rank] += 1
         self._rank_of[request_id] = rank

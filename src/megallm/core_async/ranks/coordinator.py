@@ -186,7 +186,9 @@ class Coordinator(Engine):
         left = requests
         while left:
             route = RouteRequests(
-                [request.request_id for request in left], [self._keys_of(request) for request in left]
+                [request.request_id for request in left],
+                [self._keys_of(request) for request in left],
+                tuple(_forked_from(left)),
             )
             places = await self._alive(self._router.address, route)
             by_place: dict[int, list[NewRequest]] = {}
@@ -270,6 +272,18 @@ class Coordinator(Engine):
                 errors.append(error)
         if errors:
             raise errors[0]
+
+
+def _forked_from(requests: list[NewRequest]) -> list[RequestId | None]:
+    """Gives for each the first with its prompt, where forks share that one's blocks."""
+    first: dict[tuple[bytes, str], RequestId] = {}
+    sources: list[RequestId | None] = []
+    for request in requests:
+        source = None
+        if request.shares_prefix:
+            source = first.setdefault((request.prompt, request.salt), request.request_id)
+        sources.append(None if source == request.request_id else source)
+    return sources
 
 
 def _sum_of(all_stats: list[EngineStats]) -> EngineStats:
