@@ -183,7 +183,10 @@ def on_rank(
             if error is not None:
                 raise error
 
-    def open_engine(*arguments: object) -> AbstractContextManager[Any]:  # Any: as either command takes it
+    def open_engine(
+        *arguments: object, **meeting: object
+    ) -> AbstractContextManager[Any]:  # Any: as either command takes it
+        seen.update(meeting)
         return Engine(AssertionError("only the leading rank generates"))
 
     code = run(
@@ -205,6 +208,13 @@ def test_a_rank_that_does_not_lead_takes_part_and_says_nothing() -> None:
     assert on_rank(Launched(1, 2, 1), *command.split())[:3] == (0, "", "")
     seen = on_rank(Launched(1, 2, 1), *command.split())[3]
     assert seen == {"tp": 2, "ep": 2, "progress": False}
+
+
+def test_ranks_of_other_machines_are_told_where_to_come() -> None:
+    """The engine's own sockets stay on this machine unless a host is named."""
+    command = "generate --prompts - --coordinator-host node0 --coordinator-port 29600"
+    seen = on_rank(Launched(1, 2, 1), *command.split())[3]
+    assert seen == {"coordinator_host": "node0", "coordinator_port": 29600}
 
 
 def test_an_error_of_another_rank_is_one_line_with_its_number() -> None:

@@ -63,7 +63,7 @@ class Command(Struct, frozen=True):
     loads_model: bool = False
     """It has the options of `LOADING`, too."""
     runs_on_ranks: bool = False
-    """And those of `SPLITTING`."""
+    """And those of `SPLITTING` and `MEETING`."""
 
 
 def _generate(options: argparse.Namespace, at: Surroundings) -> int:
@@ -118,6 +118,19 @@ SPLITTING: dict[str, dict[str, Any]] = {  # Any: the same
     )
 }
 """The same of those that run on many ranks."""
+
+MEETING: dict[str, dict[str, Any]] = {  # Any: the same
+    "coordinator-host": {
+        "metavar": "HOST",
+        "help": "where rank 0 listens for ranks of other machines, under torchrun (default: loopback)",
+    },
+    "coordinator-port": {
+        "type": whole(1),
+        "metavar": "PORT",
+        "help": "the same, its port (default: one that is free)",
+    },
+}
+"""And arguments of `MegatronLLM`, of the same commands."""
 
 COMMANDS = {
     "generate": Command(
@@ -191,7 +204,10 @@ def run(
         if rank.rank and "progress" in chosen:
             chosen["progress"] = False
         loader = partial(load, **chosen)
-        at = Surroundings(loader, open_engine, open_serving, stdin, stdout, stderr, check_port=check_port)
+        names = [option.replace("-", "_") for option in MEETING]
+        meeting = {name: value for name in names if (value := vars(options).get(name)) is not None}
+        openers = [partial(each, **meeting) for each in (open_engine, open_serving)]
+        at = Surroundings(loader, *openers, stdin, stdout, stderr, check_port=check_port)
         return COMMANDS[options.command].run(options, _on_rank(at, options, rank))
     except KeyboardInterrupt:
         if not rank.rank:
@@ -251,7 +267,7 @@ def _parser() -> tuple[OneLineParser, dict[str, OneLineParser]]:
             for option, settings in LOADING.items():
                 sub.add_argument(f"--{option}", **settings)
         if command.runs_on_ranks:
-            for option, settings in SPLITTING.items():
+            for option, settings in (SPLITTING | MEETING).items():
                 sub.add_argument(f"--{option}", **settings)
     return parser, commands.choices
 
@@ -286,14 +302,16 @@ def _load_model(name: str, num_threads: int | None, **chosen: Any) -> tuple[Any,
     return model, tokenizer
 
 
-def _open_engine(model: Any, tokenizer: Any) -> AbstractContextManager[generate.Generator]:  # Any: the same
+def _open_engine(
+    model: Any, tokenizer: Any, **meeting: Any
+) -> AbstractContextManager[generate.Generator]:  # Any: the same
     from megallm import MegatronLLM
 
-    return MegatronLLM(model=model, tokenizer=tokenizer)
+    return MegatronLLM(model=model, tokenizer=tokenizer, **meeting)
 
 
 def _open_serving(
-    model: Any, tokenizer: Any, options: argparse.Namespace
+    model: Any, tokenizer: Any, options: argparse.Namespace, **meeting: Any
 ) -> AbstractContextManager[serve.Serving]:  # Any: the same
     from megallm import InferenceConfig, MegatronLLM
 
@@ -302,4 +320,4 @@ def _open_serving(
         enable_prefix_caching=not options.no_prefix_caching,
         **{name: value for name, value in given.items() if value is not None},
     )
-    return MegatronLLM(model=model, tokenizer=tokenizer, inference_config=config)
+    return MegatronLLM(model=model, tokenizer=tokenizer, inference_config=config, **meeting)
