@@ -13,7 +13,9 @@ from torch import distributed, nn
 
 from megallm.core_async.builder import HONOURED, Parts, build
 from megallm.core_async.errors import UnsupportedModelError
+from megallm.models.megatron_setup import quiet_megatron
 from tests.fakes import FakeTokenizer
+from tests.ranks.split_moe import split_moe
 from tests.small_llm import BLOCK_SIZE, new_model, settings, shared_model, untouched
 
 
@@ -153,9 +155,9 @@ def test_a_setting_without_effect_is_named_once(caplog: pytest.LogCaptureFixture
     """Dropped silently, a user would look for its effect for hours."""
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(InferenceConfig)}
     name = next(
-        name for name, default in defaults.items() if name not in HONOURED and isinstance(default, float)
+        name for name, default in defaults.items() if name not in HONOURED and isinstance(default, bool)
     )
-    changed = {name: defaults[name] / 2 + 0.125}
+    changed = {name: not defaults[name]}
     with caplog.at_level(logging.WARNING):
         built(inference_config=settings(**changed))
     assert caplog.text.count(name) == 1
@@ -183,25 +185,25 @@ def test_each_replica_samples_by_a_seed_of_its_own(monkeypatch: pytest.MonkeyPat
     assert built(inference_config=settings(pg_collection=groups)).engine.config.sampling_seed == base
 
 
-def test_experts_on_ranks_that_run_other_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that has no step to run would keep the others waiting for its experts, for ever."""
-    shared_model()
-    holders = [0, 1]
+def test_experts_that_the_given_groups_do_not_know_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that do not know of each other would wait in a step for ever."""
+    shared_model()  # which sets the groups up
+    with quiet_megatron():
+        model = split_moe()
+    for layer in model.decoder.layers:
+        monkeypatch.setattr(layer.mlp.token_dispatcher, "tp_ep_group", "the experts'")
+        monkeypatch.setattr(layer.mlp.token_dispatcher, "ep_size", 2)
 
-    def group(*, check_initialized: bool) -> str:
-        return "experts"
+    def ranks_of(group: object) -> list[int]:
+        return [0, 1] if group == "the experts'" else [0]
 
-    def ranks_of(of_group: object) -> list[int]:
-        return holders
+    def size_of(group: object = None) -> int:
+        return len(ranks_of(group))
 
-    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_group", group)
     monkeypatch.setattr(distributed, "get_process_group_ranks", ranks_of)
-    with pytest.raises(
-        UnsupportedModelError, match=r"spread over ranks \[0, 1\], and ranks \[0\] run the rest"
-    ):
-        built()
-    holders.remove(1)
-    built()
+    monkeypatch.setattr(distributed, "get_world_size", size_of)
+    with pytest.raises(UnsupportedModelError, match=r"the experts are spread over ranks \[0, 1\], of which"):
+        built(model=model)
 
 
 def test_reports_are_made_where_they_are_asked_for() -> None:

@@ -10,6 +10,7 @@ from torch import distributed
 from megallm import MegaLLMError
 from megallm.core_async.builder import build
 from megallm.core_async.facade import LLMBase, loaded
+from megallm.core_async.ranks.calls import Calls
 from tests.fakes import FakeTokenizer
 from tests.small_llm import greedy, make_llm, settings, shared_model, sync_llm
 
@@ -66,6 +67,7 @@ def test_a_worker_rank_generates_in_direct_mode_alone(
     """Asked before anything else, as upstream: not even an empty list is an answer there."""
     with sync_llm(use_coordinator=use_coordinator) as llm, monkeypatch.context() as patch:
         patch.setattr(distributed, "get_rank", lambda: 1)
+        patch.setattr(Calls, "follows", True)
         assert llm.is_primary_rank is not use_coordinator
         wrong: list[Any] = [[], "A", ("not", "a", "prompt")]
         for prompts in wrong:

@@ -15,6 +15,7 @@ from megallm.core_async.loop_thread import Backend
 from megallm.core_async.messages import StepPlan
 from tests.engines import Rig, engine_config, expect_balanced, fake_runner
 from tests.fakes import FakeRunner, FakeTokenizer, continuation
+from tests.loops import EVERY_LOOP
 
 ANSWER_S = 5.0
 
@@ -243,3 +244,21 @@ def test_an_owner_collected_in_the_engines_loop_does_not_lock_it_up(rig: Rig, ba
         if thread.name.startswith("megallm"):
             thread.join(ANSWER_S)
     assert threads() == []
+
+
+@pytest.mark.anyio
+@EVERY_LOOP
+async def test_a_call_from_a_loop_that_the_end_cuts_short_says_what_ended(rig: Rig, host: EngineHost) -> None:
+    """A cancelled future would look like the caller's own cancel."""
+    errors: list[str] = []
+
+    async def call() -> None:
+        with pytest.raises(EngineStoppedError) as stopped:
+            await host.call_from_loop(anyio.sleep_forever)
+        errors.append(str(stopped.value))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call)
+        await anyio.wait_all_tasks_blocked()
+        await anyio.to_thread.run_sync(host.close)
+    assert errors == ["the engine was shut down"]

@@ -25,7 +25,8 @@ def seen(groups: Groups, *, rank: int = 0, num_experts: int | None = None) -> tu
 
     model = nn.Linear(1, 1)
     model.config = SimpleNamespace(num_moe_experts=num_experts)  # type: ignore[assignment] - a model's
-    settings: Any = SimpleNamespace(pg_collection=SimpleNamespace(**groups))
+    every = {"mp": [rank], "dp": [rank], "pp": [rank], "tp_ep": [rank], **groups}
+    settings: Any = SimpleNamespace(pg_collection=SimpleNamespace(**every))
     with mock.patch.multiple(
         distributed,
         get_world_size=len,

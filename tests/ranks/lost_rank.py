@@ -17,7 +17,8 @@ from megatron.core import parallel_state
 from torch import distributed
 
 from megallm import MegatronLLM
-from megallm.core_async.errors import RequestFailedError
+from megallm.core_async.ranks.coordinator import Coordinator
+from megallm.core_async.result import Result
 from megallm.models.megatron_setup import quiet_megatron
 from tests.fakes import FakeTokenizer
 from tests.ranks.split_moe import cpu_as_cuda, split_moe
@@ -63,13 +64,19 @@ def model_of(kind: str, num_ranks: int) -> Any:  # Any: megatron's model
         return split_moe("alltoall") if kind == "experts" else staged_gpt(layout)
 
 
-def generate(llm: MegatronLLM) -> list[int]:
-    """Generates from some prompts; raises what a result says of its failure."""
-    results = llm.generate([[1, 2, 3], [4, 5], [6], [7]], greedy(100), progress=False)
-    for result in results:
-        if result.failed():
-            raise RequestFailedError(str(result.stop_reason))
-    return [len(result.generated_tokens) for result in results]
+def generate(llm: MegatronLLM) -> list[Result]:
+    """Generates from some prompts."""
+    return llm.generate([[1, 2, 3], [4, 5], [6], [7]], greedy(100), progress=False)
+
+
+def until_alone(llm: MegatronLLM) -> dict[str, object]:
+    """Generates until no other replica is left; gives what failed requests said, and what comes then."""
+    assert isinstance(llm.engine, Coordinator), llm.engine
+    failures: list[str] = []
+    while llm.engine.replicas.links:
+        failures += [str(result.stop_reason) for result in generate(llm) if result.failed()]
+    at = time.time()
+    return {"failures": failures, "at": at, "after": [result.generated_length for result in generate(llm)]}
 
 
 def main() -> None:
@@ -83,12 +90,12 @@ def main() -> None:
     llm = MegatronLLM(model=model, tokenizer=FakeTokenizer(), inference_config=settings())
     calls: dict[str, Callable[[], object]] = {"wait_for_shutdown": llm.wait_for_shutdown}
     goes_on = kind == "replicas" and llm.is_primary_rank
-    if goes_on:
-        calls = {}
     if llm.is_primary_rank:
         calls["generate"] = lambda: generate(llm)
     else:
         calls["pause"] = llm.pause
+    if goes_on:
+        calls.clear()
     report: dict[str, object] = {}
 
     def wait(name: str) -> None:
@@ -103,7 +110,7 @@ def main() -> None:
     for waiter in waiters:
         waiter.join()
     if goes_on:
-        report["after"] = generate(llm)
+        report |= until_alone(llm)
     llm.shutdown()
     print(json.dumps(report), flush=True)  # noqa: T201 - the same
 

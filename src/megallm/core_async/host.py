@@ -11,6 +11,7 @@ from typing import Any
 
 from megallm.core_async.engine import Engine
 from megallm.core_async.errors import EngineStoppedError, LifecycleError
+from megallm.core_async.kit.foreign import wait_for
 from megallm.core_async.loop_thread import Backend, LoopThread
 
 ABORT_S = 0.9
@@ -86,6 +87,17 @@ class EngineHost:
                 future.cancel()
                 wait_for_futures([future], ABORT_S)
             del future  # its error's traceback holds this frame
+
+    async def call_from_loop[*A, T](self, function: Callable[[*A], Awaitable[T]], *args: *A) -> T:
+        """Makes a call in the engine's loop from another loop, and waits for it. A cancel cancels the call.
+
+        Raises: what the call raised; EngineStoppedError and EngineDeadError also where the loop ended first.
+        """
+        try:
+            return await wait_for(self.submit(function, *args))
+        except CancelledError as cancelled:
+            error = self._engine.error()
+            raise error from error.__cause__ or cancelled
 
     def submit_coroutine[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Runs a coroutine object in the engine's loop; see `submit`. One that can't start is closed."""

@@ -20,7 +20,6 @@ from megallm.core_async.generation import Drafts, run_to_completion
 from megallm.core_async.host import EngineHost
 from megallm.core_async.intake import Call
 from megallm.core_async.kit.call_queue import CallQueue
-from megallm.core_async.kit.foreign import wait_for
 from megallm.core_async.loop_thread import Backend
 from megallm.core_async.plan.prompts import Prompt, Prompts
 from megallm.core_async.result import Result
@@ -330,7 +329,7 @@ class MegatronAsyncLLM(LLMBase):
     async def _in_engine_loop[*A, T](self, function: Callable[[*A], Awaitable[T]], *args: *A) -> T:
         if self._tasks is not None:
             return await function(*args)
-        return await wait_for(self._started_host().submit(function, *args))
+        return await self._started_host().call_from_loop(function, *args)
 
     def _started_host(self) -> EngineHost:
         """Gives the private loop's host, which the first call starts.
