@@ -23,6 +23,8 @@ from tests.engines import expect_balanced
 
 REFERENCE = Path(__file__).parent / "models" / "reference" / "smollm2_greedy.json"
 NUM_TOKENS = 64
+NUM_ALONE = 24
+"""Of a prompt that runs by itself: a step of one row costs almost what one of twelve does."""
 BLOCK_SIZE = 16
 BYTES_PER_TOKEN = 30 * 3 * (64 + 64) * 4
 """Layers, KV heads, the size of a key and a value, bytes of a float32."""
@@ -118,8 +120,8 @@ class TestRoomForEverything:
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{len(case.prompt)} tokens")
     def test_a_call_of_its_own(self, roomy: MegatronLLM, case: Case) -> None:
-        """One row, from its prompt to its last token."""
-        expect_reference(roomy, [case])
+        """One row, from its prompt on."""
+        expect_reference(roomy, [case], NUM_ALONE)
 
 
 @HALVES

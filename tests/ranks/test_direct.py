@@ -125,6 +125,7 @@ async def test_the_leaders_abort_ends_the_request_on_every_rank() -> None:
             tasks.start_soon(leave, rigs[0])
         (completion,) = ended
         assert completion.finish_reason == "abort"
+        await everywhere(rigs, [[7]])
         assert rigs[0].engine.stats().used_blocks == 0
 
 

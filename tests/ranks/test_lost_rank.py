@@ -25,7 +25,6 @@ def busy() -> float:
         ("tensor", 1, signal.SIGSTOP),
         ("stages", 1, signal.SIGKILL),
         ("replicas", 0, signal.SIGKILL),
-        ("replicas", 0, signal.SIGSTOP),
         ("experts", 1, signal.SIGKILL),
     ],
 )

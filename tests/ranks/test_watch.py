@@ -1,6 +1,7 @@
 """Waiting for other ranks, on virtual time: who does not answer is lost, who answers is waited for."""
 
 from collections.abc import Callable
+from functools import partial
 
 import anyio
 import pytest
@@ -8,7 +9,16 @@ from msgspec import Struct
 from trio.testing import MockClock
 
 from megallm.core_async.errors import RankLostError
-from megallm.core_async.ranks.watch import ANSWER_S, PATIENCE_S, Watch
+from megallm.core_async.kit.supervisor import Supervisor
+from megallm.core_async.ranks.watch import (
+    ANSWER_S,
+    CALL_ANSWER_S,
+    CALL_PATIENCE_S,
+    PATIENCE_S,
+    Awaited,
+    Watch,
+    watch_of_calls,
+)
 from megallm.core_async.transport.rank_frames import AskWhere
 
 
@@ -83,3 +93,29 @@ async def test_a_step_has_a_deadline_all_the_same(autojump_clock: MockClock) -> 
     """A thread may hang while its rank's loop answers: the rank that has run the fewest steps is named."""
     with pytest.raises(RankLostError, match=r"rank 2 hangs: step 5 has not ended on ranks \[2\] in 30 s"):
         await Questions({1, 2}, step_s=30.0).watch.wait_for(anyio.sleep_forever, 5)
+
+
+@pytest.mark.trio
+async def test_who_is_awaited_outside_a_step_has_a_minute(autojump_clock: MockClock) -> None:
+    """Its loop may be its program's own, and a training step on it may take that long."""
+    asked: list[int] = []
+    awaited = Awaited()
+    watch = watch_of_calls(FakePeer(1, lambda name, _frame: asked.append(name)), 0)
+    began = anyio.current_time()
+
+    async def wait_twice_in_vain_and_then_for_ever() -> None:
+        async with Supervisor() as supervisor:
+            await supervisor.start("watch", partial(awaited.watch, watch))
+            await anyio.sleep(1000)
+            awaited.set(2)
+            await anyio.sleep(5)
+            awaited.set(0)
+            await anyio.sleep(1000)
+            assert not asked, "nothing was awaited, or it came in time"
+            awaited.set(1)
+            await anyio.sleep_forever()
+
+    with pytest.raises(RankLostError, match="rank 1 is lost"):
+        await wait_twice_in_vain_and_then_for_ever()
+    assert asked == [1]
+    assert anyio.current_time() - began == pytest.approx(2005 + CALL_PATIENCE_S + CALL_ANSWER_S)

@@ -4,7 +4,6 @@ An `Engine` that has a worker and, in place of scheduler and pump, the socket to
 program pair with those of the leader's.
 """
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from megallm.core_async.plan.phases import Phase
 from megallm.core_async.protocols import Runner, Tokenizer
 from megallm.core_async.ranks.blame import RankWorker
 from megallm.core_async.ranks.together import SHUTDOWN, MadeCalls
-from megallm.core_async.ranks.watch import STEP_S, Watch
+from megallm.core_async.ranks.watch import STEP_S, Watch, watch_of_calls
 from megallm.core_async.transport.frames import error_of, fault_of
 from megallm.core_async.transport.rank_frames import (
     FROM_LEADER,
@@ -107,7 +106,7 @@ class Follower(Engine):
         meeting = msgspec.msgpack.decode(records[0], type=Meeting)
         leader = self._leader = await connect(meeting, self._ranks.place, self._ranks.names[0], FROM_LEADER)
         self._watch = Watch([leader], self._own_name, step_s=self._step_s)
-        self._calls_watch = Watch([leader], self._own_name, step_s=math.inf)
+        self._calls_watch = watch_of_calls(leader, self._own_name)
         await supervisor.start("to the leader", leader.flush)
         try:
             await supervisor.start("worker", self._rank_worker.run)

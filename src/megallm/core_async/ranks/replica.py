@@ -4,7 +4,6 @@ An `Engine` that has, in place of detokeniser and readers, the socket to the coo
 program pair with those of the coordinator's.
 """
 
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import ClassVar, assert_never
@@ -39,7 +38,7 @@ from megallm.core_async.plan.lockstep import Lockstep
 from megallm.core_async.plan.prefix_changes import PrefixChanges
 from megallm.core_async.protocols import Runner, Tokenizer
 from megallm.core_async.ranks.together import SHUTDOWN, MadeCalls
-from megallm.core_async.ranks.watch import Watch
+from megallm.core_async.ranks.watch import watch_of_calls
 from megallm.core_async.transport.frames import error_of, fault_of
 from megallm.core_async.transport.rank_frames import AskWhere, CallEnded, End, Failed, Go, Here
 from megallm.core_async.transport.ranks import Meeting, RankStream, connect
@@ -131,7 +130,7 @@ class Replica(Engine):
             meeting, self._replicas.place, name, FROM_COORDINATOR
         )
         self._coordinator = coordinator
-        self._watch = Watch([coordinator], self._own_name, step_s=math.inf)
+        self._watch = watch_of_calls(coordinator, self._own_name)
         await supervisor.start("to the coordinator", coordinator.flush)
         await supervisor.start("from the coordinator", partial(self._read, coordinator, supervisor))
         try:

@@ -4,6 +4,7 @@ A step has no length that is too long, but a rank whose loop answers is there. S
 others are asked, and only who does not answer is given up; and at a deadline, everybody.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
@@ -23,6 +24,10 @@ ANSWER_S: Final = 3.0
 STEP_S: Final = 600.0
 """How long a step may take: a thread may hang while its rank's loop answers."""
 
+CALL_PATIENCE_S: Final = 10.0
+CALL_ANSWER_S: Final = 60.0
+"""The same where a program waits for another's call: that one's loop may be the program's own, and busy."""
+
 
 class Peer(Protocol):
     """Another rank."""
@@ -36,9 +41,20 @@ class Peer(Protocol):
 class Watch:
     """Asks ranks whether they are there. Used by one task; `answered` is called by whoever reads."""
 
-    def __init__(self, peers: Sequence[Peer], own_name: int, *, step_s: float = STEP_S) -> None:
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        own_name: int,
+        *,
+        patience_s: float = PATIENCE_S,
+        answer_s: float = ANSWER_S,
+        step_s: float = STEP_S,
+    ) -> None:
+        """Seconds: before peers are asked, that they have to answer, and of the longest wait of all."""
         self._peers = peers
         self._own_name = own_name
+        self._patience_s = patience_s
+        self._answer_s = answer_s
         self._step_s = step_s
         self._silent: set[int] = set()
         self._num_steps: dict[int, int] = {}
@@ -59,7 +75,7 @@ class Watch:
         """
         deadline = anyio.current_time() + self._step_s
         while True:
-            with anyio.move_on_after(min(PATIENCE_S, self._step_s)):
+            with anyio.move_on_after(min(self._patience_s, self._step_s)):
                 return await wait()
             await self._ask()
             if anyio.current_time() >= deadline:
@@ -76,13 +92,18 @@ class Watch:
         self._all_answered = anyio.Event()
         for peer in self._peers:
             peer.put(AskWhere())
-        with anyio.move_on_after(ANSWER_S):
+        with anyio.move_on_after(self._answer_s):
             await self._all_answered.wait()
             return
         raise RankLostError(
             f"rank {min(self._silent)} is lost: it was asked whether it is there, and has not answered for"
-            f" {ANSWER_S:g} s"
+            f" {self._answer_s:g} s"
         )
+
+
+def watch_of_calls(peer: Peer, own_name: int) -> Watch:
+    """Gives what watches the rank that leads while this one's program waits for a call to be over."""
+    return Watch([peer], own_name, patience_s=CALL_PATIENCE_S, answer_s=CALL_ANSWER_S, step_s=math.inf)
 
 
 class Awaited:
