@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import anyio
 
 from megallm.core_async.config import EngineConfig
+from megallm.core_async.plan.phases import Phase
 from megallm.core_async.ranks.assembly import Role, assembled
 from megallm.core_async.ranks.calls import Calls
 from megallm.core_async.ranks.coordinator import Coordinator
@@ -15,7 +16,7 @@ from tests.engines import Rig, engine_config, fake_runner, is_alive
 from tests.fakes import FakeRunner, FakeTokenizer
 from tests.ranks.in_process import Collective, FakeRanks
 
-NAMES = (0, 4, 6)
+NAMES = (0, 4, 6, *range(8, 32, 2))
 """Global ranks: replicas of several ranks each."""
 
 
@@ -67,9 +68,13 @@ def new_fleet(
 
 @asynccontextmanager
 async def running_fleet(
-    num_replicas: int = 2, *, steps_together: bool = False, config: EngineConfig | None = None
+    num_replicas: int = 2,
+    *,
+    steps_together: bool = False,
+    config: EngineConfig | None = None,
+    ends_by_failure: bool = False,
 ) -> AsyncGenerator[Fleet]:
-    """Runs replicas and stops them; unless the test ended it, the blocks of all are free then."""
+    """Runs replicas and stops them, which is no failure unless the test has made one."""
     fleet = new_fleet(num_replicas, steps_together=steps_together, config=config)
     async with anyio.create_task_group() as tasks:
         async with anyio.create_task_group() as starts:
@@ -83,3 +88,5 @@ async def running_fleet(
                 for calls in fleet.calls[1:]:
                     await calls.wait_for_leader()
     assert not any(is_alive(engine) for engine in fleet.others)
+    if not ends_by_failure:
+        assert fleet.coordinator.phase is Phase.STOPPED, fleet.coordinator.error()

@@ -56,11 +56,16 @@ async def test_each_call_waits_for_the_other_rank() -> None:
 async def test_a_call_that_fails_fails_on_every_rank_alike() -> None:
     """And the calls after it pair as before."""
     async with running_pair() as pair:
-        errors = await together(lambda: pair.leader_calls.pause("soon"), pair.follower_calls.pause)
+        errors = await together(
+            lambda: pair.leader_calls.pause("soon"), lambda: pair.follower_calls.pause("soon")
+        )
         assert errors == ['ValueError: mode is \'soon\'; it must be "keep", "wait" or "abort"'] * 2
         errors = await together(pair.leader_calls.pause, pair.follower_calls.unpause)
         assert len(errors) == 2
         assert all(each.startswith("LifecycleError: rank 5 called unpause() where") for each in errors)
+        errors = await together(pair.leader_calls.pause, lambda: pair.follower_calls.pause("abort"))
+        assert len(errors) == 2
+        assert all(each.startswith("LifecycleError: rank 5 called pause('abort') where") for each in errors)
         assert not await together(pair.leader_calls.pause, pair.follower_calls.pause)
         assert phase(pair) is Phase.PAUSED
         assert not await together(

@@ -7,9 +7,10 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from megallm.core_async.errors import EngineBusy, EngineDeadError, LifecycleError
+from megallm.core_async.errors import EngineBusy, EngineDeadError, EngineStoppedError, LifecycleError
 from megallm.core_async.messages import Completion, StepPlan
 from megallm.core_async.plan.phases import Phase
+from megallm.core_async.plan.roster import Roster
 from tests.engines import engine_config
 from tests.fakes import continuation
 from tests.loops import EVERY_LOOP
@@ -179,7 +180,7 @@ async def test_what_finds_no_room_elsewhere_fails_with_the_lost_replicas_name() 
 
 async def test_replicas_that_share_experts_end_together() -> None:
     """Without those of one, no other can compute a token."""
-    async with running_fleet(3, steps_together=True) as fleet:
+    async with running_fleet(3, steps_together=True, ends_by_failure=True) as fleet:
 
         def fail(plan: StepPlan) -> None:
             if plan.step >= 3:
@@ -197,13 +198,78 @@ async def test_replicas_that_share_experts_end_together() -> None:
 
 async def test_the_coordinators_failure_ends_every_replica_with_its_cause() -> None:
     """Nobody sends them anything any more."""
-    async with running_fleet(3) as fleet:
+    async with running_fleet(3, ends_by_failure=True) as fleet:
         fleet.runners[0].before_launch = failing_at(2)
         with pytest.raises(EngineDeadError, match="ArithmeticError"):
             await complete(fleet, prompts_of(6), 50)
         for engine in fleet.others:
             with pytest.raises(EngineDeadError, match="rank 0 failed: ArithmeticError"):
                 await engine.wait_for_shutdown()
+
+
+@pytest.mark.parametrize("steps_together", [False, True])
+async def test_a_shutdown_in_the_middle_of_work_is_no_failure(
+    steps_together: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    """Of no replica: whoever waits hears of a stop, and nothing of one that has failed."""
+
+    async def wait() -> None:
+        with pytest.raises(EngineStoppedError, match="the engine was shut down"):
+            await complete(fleet, prompts_of(6), 100)
+
+    async with running_fleet(3, steps_together=steps_together) as fleet:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            outbox = await fleet.coordinator.submit([fleet.rig.request([5], 90, is_streamed=True)])
+            await outbox.take()
+            await fleet.coordinator.shutdown()
+        outbox.close()
+        for engine in fleet.others:
+            await engine.wait_for_shutdown()
+            assert engine.phase is Phase.STOPPED
+
+
+async def test_a_shutdown_after_a_loss_is_no_failure_either() -> None:
+    """What was lost has been dealt with; what it had done still counts."""
+    async with running_fleet(3) as fleet:
+        await expect_right(fleet, prompts_of(6))
+        done = fleet.coordinator.stats().generated_tokens
+        await fleet.others[0].shutdown()
+        await expect_right(fleet, prompts_of(6))
+        assert fleet.coordinator.stats().generated_tokens >= done + 6 * 8
+
+
+async def test_a_burst_of_many_replicas_output_waits_its_turn() -> None:
+    """More than the detokeniser's mailbox holds may lie in the sockets after a stall."""
+    async with running_fleet(12) as fleet:
+        await expect_right(fleet, prompts_of(48), 60)
+
+
+async def test_what_could_not_be_queued_here_is_queued_nowhere() -> None:
+    """All of a submission or none: nobody would read the rest, and the router would count it for ever."""
+    async with running_fleet() as fleet:
+        await fleet.coordinator.pause()
+        # the router keeps this limit from being met, so it is lowered by hand
+        roster: Roster = vars(vars(fleet.coordinator)["_scheduler"])["_roster"]
+        vars(roster)["_max_waiting"] = 0
+        with pytest.raises(EngineBusy):
+            await complete(fleet, prompts_of(6))
+        vars(roster)["_max_waiting"] = 100
+        await fleet.coordinator.unpause()
+        await expect_right(fleet, prompts_of(6), 2)
+        assert fleet.num_steps()[1] > 0
+        assert fleet.coordinator.stats().generated_tokens == 12
+
+
+async def test_aborted_output_has_come_when_the_pause_returns() -> None:
+    """A trainer that aborts a rollout reads what there is of it, and goes on."""
+    config = replace(engine_config(), shares_prefixes=True, routing_policy="longest_prefix")
+    async with running_fleet(config=config) as fleet:
+        outboxes = [await fleet.coordinator.submit([fleet.rig.request(each, 100)]) for each in prompts_of(4)]
+        await fleet.coordinator.pause("abort")
+        parcels = [parcel for outbox in outboxes for parcel in outbox.take_nowait()]
+        assert [type(parcel) for parcel in parcels] == [Completion] * 4
+        await fleet.coordinator.unpause()
 
 
 async def test_more_than_all_replicas_hold_is_refused_whole() -> None:

@@ -96,7 +96,7 @@ async def test_a_step_has_a_deadline_all_the_same(autojump_clock: MockClock) -> 
 
 
 @pytest.mark.trio
-async def test_who_is_awaited_outside_a_step_has_a_minute(autojump_clock: MockClock) -> None:
+async def test_who_is_awaited_outside_a_step_has_ten_minutes(autojump_clock: MockClock) -> None:
     """Its loop may be its program's own, and a training step on it may take that long."""
     asked: list[int] = []
     awaited = Awaited()

@@ -9,11 +9,14 @@ import pytest
 
 from megallm.core_async.errors import RankLostError
 from megallm.core_async.transport import ranks
+from megallm.core_async.transport.frames import Fault
 from megallm.core_async.transport.rank_frames import (
     FROM_FOLLOWER,
     FROM_LEADER,
     AskWhere,
+    CallEnded,
     CallMade,
+    End,
     FromFollower,
     FromLeader,
     Here,
@@ -186,10 +189,33 @@ async def test_a_rank_that_reads_nothing_any_more_is_lost(monkeypatch: pytest.Mo
     """The leader's memory has an end."""
     monkeypatch.setattr(ranks, "MAX_BEHIND", 1_000_000)
     leaders, followers = joined()
+    leaders.put_bytes(bytes(5_000_000))
+    leaders.put(AskWhere())
     with pytest.raises(RankLostError, match=r"rank 5 is lost: it is \d,\d+,\d+ bytes behind, at most 1,0"):
-        leaders.put_bytes(bytes(5_000_000))
+        await leaders.receive()
     leaders.close()
     followers.close()
+
+
+async def test_what_was_left_is_written_before_the_end() -> None:
+    """A rank that is told why all ends, behind megabytes of other things, is told."""
+    leaders, followers = joined()
+    received: list[FromLeader] = []
+
+    async def read() -> None:
+        while len(received) < 41:
+            received.extend(await followers.receive())
+        followers.close()
+
+    for number in range(40):
+        leaders.put(CallEnded(number, Fault("ValueError", "x" * 50_000)))
+    leaders.put(End(Fault("RankLostError", "rank 3 is lost")))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        await leaders.drain(5)
+    assert received[-1] == End(Fault("RankLostError", "rank 3 is lost"))
+    leaders.close()
+    await leaders.drain(5)  # a closed one has nothing to wait for
 
 
 async def test_a_drain_waits_until_the_other_side_has_closed() -> None:

@@ -75,7 +75,7 @@ class Engine:
         make_worker: Callable[[Runner], WorkerActor] = Worker,
     ) -> None:
         """Nothing starts before `run`. `make_worker`: tests on virtual time put one without a thread."""
-        self.config = config
+        self.config, self._max_waiting = config, config.max_waiting
         self._make_worker = make_worker
         self.times = StepTimes()
         self._runner = runner
@@ -132,7 +132,7 @@ class Engine:
         self._worker = self._make_worker(self._runner)
         self._link: Link = LocalLink(self._worker.address, collects_at_once=self._runner.runs_at_launch)
         self._allocator = Allocator(BlockPool.of(config, self._prefix_changes), self._prefix_changes)
-        roster = Roster(Limits.of(config), num_blocks=config.num_blocks, max_waiting=config.max_waiting)
+        roster = Roster(Limits.of(config), num_blocks=config.num_blocks, max_waiting=self._max_waiting)
         self._scheduler = Scheduler(roster, self._allocator.address, self._gate)
         self._detokenizer = self._make_detokenizer()
         addresses = self._scheduler.address, self._detokenizer.address

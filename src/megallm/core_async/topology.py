@@ -36,10 +36,10 @@ class Topology(Struct, frozen=True):
         return self.ranks is None or not self.ranks.place
 
 
-def topology_of(model: torch.nn.Module, settings: InferenceConfig) -> Topology:
-    """Gives the ranks of a model."""
+def topology_of(model: object, settings: InferenceConfig) -> Topology:
+    """Gives the ranks of a model; of what is no model too, so that the others can be told."""
     get: Any = parallel_state  # Any: megatron is untyped
-    device = device_of(model)
+    device = device_of(model if isinstance(model, torch.nn.Module) else torch.nn.Module())
     model_group = _group(settings, "mp", get.get_model_parallel_group)
     replica_group = _group(settings, "dp", get.get_data_parallel_group)
     experts = _group(
@@ -57,7 +57,7 @@ def topology_of(model: torch.nn.Module, settings: InferenceConfig) -> Topology:
 
 
 def _group(settings: InferenceConfig, name: str, otherwise: Callable[[], Group]) -> Group | None:
-    group: Group = getattr(settings.pg_collection, name, None)
+    group: Group = getattr(getattr(settings, "pg_collection", None), name, None)
     if group is None and distributed.is_initialized() and parallel_state.is_initialized():
         return otherwise()
     return group

@@ -1,6 +1,7 @@
 """Crossings between a loop and other threads: calls posted to a loop, futures waited for in one."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -27,6 +28,15 @@ async def wait_for[T](future: Future[T]) -> T:
         del future  # an error's traceback holds this frame: a cycle would keep both, and all they hold
 
 
+async def on_own_thread[T](function: Callable[[], T]) -> T:
+    """Gives what a function returns that may block for minutes, on a thread that is made for it.
+
+    A cancel leaves the thread behind, and the end of the program does not wait for it: for blocking in
+    what may never answer. Raises: what the function raises.
+    """
+    return await wait_for(_called(function))
+
+
 def poster() -> Callable[[Callable[[], object]], None]:
     """Gives what runs a callback in the running loop soon, from any thread, and never once that is gone."""
     if sniffio.current_async_library() == "trio":
@@ -49,3 +59,18 @@ def poster() -> Callable[[Callable[[], object]], None]:
                 raise
 
     return post_asyncio
+
+
+def _called[T](function: Callable[[], T]) -> Future[T]:
+    """Calls a function on a thread of its own."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # so that who no longer waits can't cancel what will be completed
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - who waits raises it
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="megallm-call", daemon=True).start()
+    return future

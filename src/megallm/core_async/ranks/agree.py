@@ -1,4 +1,7 @@
-"""What all ranks of a model decide together before any starts: the limits, or why there is no engine."""
+"""What all ranks of a model decide together before any starts: the limits, or why there is no engine.
+
+A rank that raised alone would leave the others waiting for it.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -11,9 +14,9 @@ from megallm.core_async.device.rank_group import MAX_RECORD, Ranks
 from megallm.core_async.errors import RankLostError
 from megallm.core_async.transport.frames import Fault, error_of, fault_of
 
-_MAX_MESSAGE = MAX_RECORD // 4
-"""Characters of an error that travels: a character may take four bytes."""
-
+_MAX_MESSAGE = MAX_RECORD // 2
+_MAX_KIND = MAX_RECORD // 4
+"""Bytes of an error that travels."""
 
 _LEAST = ("num_blocks", "max_requests", "max_sequence_length", "max_held_blocks")
 """Limits that depend on the memory that is free: the least of any rank holds for all."""
@@ -38,39 +41,59 @@ def agreed(groups: Sequence[Ranks], derive: Callable[[], EngineConfig]) -> Engin
     Raises: what `derive` raises on this rank; RankLostError naming another rank that raised;
     ValueError where ranks were given different settings.
     """
-    config: EngineConfig | None = None
+    return _together(groups, derive, _limits_of, _least)
+
+
+def made_by_all[T](groups: Sequence[Ranks], make: Callable[[], T]) -> T:
+    """Gives what `make` makes, once every rank has made its own; all return or raise, as from `agreed`."""
+    return _together(groups, make, lambda _: _Offer(), lambda own, _: own)
+
+
+def _together[T](
+    groups: Sequence[Ranks],
+    make: Callable[[], T],
+    offer_of: Callable[[T], _Offer],
+    joined: Callable[[T, list[_Offer]], T],
+) -> T:
+    """Makes this rank's own, offers it to each group in turn, and joins it with what the others offer."""
+    own: T | None = None
     error: Exception | None = None
     try:
-        config = derive()
+        own = make()
     except Exception as raised:  # noqa: BLE001 - the other ranks have to hear of whatever it is
         error = raised
     for ranks in groups:
-        offers = [
-            msgspec.msgpack.decode(record, type=_Offer) for record in ranks.exchange(_offered(config, error))
-        ]
-        if config is None:
+        offer = _failed(error) if own is None else offer_of(own)
+        records = ranks.exchange(msgspec.msgpack.encode(offer))
+        if own is None:
             continue
+        offers = [msgspec.msgpack.decode(record, type=_Offer) for record in records]
         error = _fault_of(ranks.names, offers)
-        config = None if error is not None else _least(config, offers)
+        own = None if error is not None else joined(own, offers)
     if error is not None:
         try:
             raise error
         finally:
             del error  # its traceback holds this frame
-    assert config is not None, "neither limits nor an error"
-    return config
+    assert own is not None, "neither made nor an error"
+    return own
 
 
-def _offered(config: EngineConfig | None, error: Exception | None) -> bytes:
-    if config is None:
-        assert error is not None, "neither limits nor an error"
-        fault = fault_of(error)
-        offer = _Offer(fault=Fault(fault.kind, fault.message[:_MAX_MESSAGE]))
-    else:
-        shared = structs.replace(config, **dict.fromkeys((*_LEAST, *_OWN), 0))
-        rest = hashlib.sha256(msgspec.msgpack.encode(shared)).digest()
-        offer = _Offer(tuple(getattr(config, name) for name in _LEAST), rest)
-    return msgspec.msgpack.encode(offer)
+def _limits_of(config: EngineConfig) -> _Offer:
+    shared = structs.replace(config, **dict.fromkeys((*_LEAST, *_OWN), 0))
+    rest = hashlib.sha256(msgspec.msgpack.encode(shared)).digest()
+    return _Offer(tuple(getattr(config, name) for name in _LEAST), rest)
+
+
+def _failed(error: Exception | None) -> _Offer:
+    assert error is not None, "neither made nor an error"
+    fault = fault_of(error)
+    return _Offer(fault=Fault(_cut(fault.kind, _MAX_KIND), _cut(fault.message, _MAX_MESSAGE)))
+
+
+def _cut(text: str, max_bytes: int) -> str:
+    """Gives as much of a text as takes so many bytes; half a surrogate pair has none of its own."""
+    return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
 
 
 def _fault_of(names: Sequence[int], offers: list[_Offer]) -> Exception | None:

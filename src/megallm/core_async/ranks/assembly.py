@@ -16,7 +16,7 @@ from megallm.core_async.ranks.follower import Follower
 from megallm.core_async.ranks.leader import Leader
 from megallm.core_async.ranks.replica import Replica
 from megallm.core_async.ranks.together import Together
-from megallm.core_async.transport.ranks import address_towards
+from megallm.core_async.transport.addresses import address_towards
 
 
 class Role(Struct, frozen=True, kw_only=True):

@@ -27,23 +27,25 @@ class Calls:
 
     async def pause(self, mode: str = "keep") -> None:
         """See Engine."""
-        await self.together("pause", lambda: self._engine.pause(mode))
+        what = "pause()" if mode == "keep" else f"pause({mode!r})"
+        await self.together(what, lambda: self._engine.pause(mode))
 
     async def unpause(self) -> None:
         """See Engine."""
-        await self.together("unpause", self._engine.unpause)
+        await self.together("unpause()", self._engine.unpause)
 
     async def suspend(self) -> None:
         """See Engine."""
-        await self.together("suspend", self._engine.suspend)
+        await self.together("suspend()", self._engine.suspend)
 
     async def resume(self) -> None:
         """See Engine."""
-        await self.together("resume", self._engine.resume)
+        await self.together("resume()", self._engine.resume)
 
     async def set_generation_epoch(self, epoch: object) -> None:
         """See Engine."""
-        await self.together("set_generation_epoch", lambda: self._engine.set_generation_epoch(epoch))
+        what = f"set_generation_epoch({epoch!r})"
+        await self.together(what, lambda: self._engine.set_generation_epoch(epoch))
 
     async def wait_for_leader(self) -> None:
         """Waits, on a rank that follows, until the leader has shut down."""
@@ -79,10 +81,11 @@ class LeaderCalls(Calls):
             fault = fault_of(error)
             raise
         except BaseException:
-            fault = fault_of(LifecycleError(f"the leader's {name}() was cancelled"))
+            fault = fault_of(LifecycleError(f"the leader's {name} was cancelled"))
             raise
         finally:
             for other, number in zip(self.others, numbers, strict=True):
+                other.calls.give_up(number)
                 other.to_all(CallEnded(number, fault))
 
 
@@ -102,7 +105,19 @@ class ReplicaCalls(LeaderCalls):
     async def together(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
         """See Calls."""
         del call  # the coordinator makes it, once all replicas' programs have
-        await super().together(name, lambda: self._replica.call_made(name))
+        has_begun = False
+
+        async def follow() -> None:
+            nonlocal has_begun
+            has_begun = True
+            await self._replica.call_made(name)
+
+        try:
+            await super().together(name, follow)
+        except BaseException as error:
+            if not has_begun:  # the other replicas wait for this one's call, and hear why it does not come
+                self._replica.call_failed(f"{name} in vain ({type(error).__name__}: {error})")
+            raise
 
 
 class FollowerCalls(Calls):

@@ -33,6 +33,7 @@ from megallm.core_async.messages import (
     Finished,
     NewRequest,
     PrefixesChanged,
+    PrefixReport,
     ReportPrefixes,
     RequestId,
     RequestsEnded,
@@ -49,6 +50,8 @@ from megallm.core_async.plan.prefix import extend_keys, root_of
 from megallm.core_async.plan.prefix_changes import PrefixChanges
 from megallm.core_async.plan.routing import RoutingPolicy, RoutingTable
 from megallm.core_async.protocols import Runner, Tokenizer
+from megallm.core_async.ranks.blame import RankWorker
+from megallm.core_async.ranks.replica import NO_LIMIT
 from megallm.core_async.ranks.replica_link import ReplicaLink
 from megallm.core_async.ranks.replicas import DRAIN_S, Replicas
 from megallm.core_async.ranks.shared_detokenizer import SharedDetokenizer
@@ -78,18 +81,16 @@ class Coordinator(Engine):
 
         `steps_together`: the replicas share experts; see plan/lockstep.py.
         """
+        super().__init__(config, runner, tokenizer, make_worker=make_worker)
+        self._max_waiting = NO_LIMIT  # the router bounds what waits at all replicas together
         self._num_replicas = len(ranks.names)
-        # the router bounds what waits at all replicas together
-        whole = structs.replace(config, max_waiting=config.max_waiting * self._num_replicas)
-        super().__init__(whole, runner, tokenizer, make_worker=make_worker)
-        self._limits = config
         self._own_name = ranks.names[0]
         self.replicas = Replicas(ranks, self, stands_alone=not steps_together, host=host, port=port)
         """The others."""
         if config.routing_policy != "load_balanced":
             self._prefix_changes = PrefixChanges()
         if steps_together:
-            self._lockstep = Lockstep(lambda number: self.replicas.to_all(StepBegun(number)))
+            self._lockstep = Lockstep(self._announce)
 
     def stats(self) -> EngineStats:
         """Gives the figures of all replicas together; callable from any thread."""
@@ -98,7 +99,7 @@ class Coordinator(Engine):
     # ---- running -------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        limits = self._limits
+        limits = self.config
         table = RoutingTable(
             self._num_replicas,
             policy=RoutingPolicy(limits.routing_policy),
@@ -118,11 +119,14 @@ class Coordinator(Engine):
         await supervisor.start("router", self._router.run)
         await self.replicas.start(supervisor, self._ending)
         await super()._start(supervisor)
+        await supervisor.start("replicas' readers", self.replicas.stop_reading)
         await self.replicas.all_started()
 
     def _fail(self, failure: Exception) -> None:
         super()._fail(failure)
         self.replicas.say_end(self._ending())
+        if isinstance(self._worker, RankWorker):
+            self._worker.is_explained.set()
 
     def _ending(self) -> Exception:
         """Gives what the other replicas end with: that the engine was stopped, or which rank has failed."""
@@ -136,29 +140,48 @@ class Coordinator(Engine):
     async def shutdown(self) -> None:
         """See Engine. Replicas that take their steps together come to rest first: none waits in a step."""
         if self._lockstep is not None and self._is_started and not self._is_stopping:
-            with anyio.move_on_after(DRAIN_S), suppress(EngineDeadError, EngineStoppedError):
-                await self.pause()
-        await super().shutdown()
+            try:
+                with anyio.move_on_after(DRAIN_S), suppress(EngineDeadError, EngineStoppedError):
+                    await self.pause()
+            finally:
+                await super().shutdown()
+        else:
+            await super().shutdown()
 
     # ---- the other replicas --------------------------------------------------------------------
 
     async def took_output(self, link: ReplicaLink, output: Output) -> None:
         """See Listener."""
-        self._detokenizer.address.tell(link.output_of(output))
-        if output.prefixes is not None:
-            self._router.address.tell(PrefixesChanged(link.place, output.prefixes))
-        if self._detokenizer.address.room < HEADROOM:
+        while self._detokenizer.address.room < HEADROOM:
             await lowlevel.checkpoint()
+        self._detokenizer.address.tell(link.output_of(output))
+        self._note_prefixes(link.place, output.prefixes)
 
-    def figures_changed(self) -> None:
+    def figures_changed(self, link: ReplicaLink, prefixes: PrefixReport | None) -> None:
         """See Listener."""
-        self._note_change()
+        self._note_prefixes(link.place, prefixes)
+        self.routes.note()
+
+    def _note_prefixes(self, place: int, report: PrefixReport | None) -> None:
+        if report is not None:
+            self._router.address.tell(PrefixesChanged(place, report))
 
     def step_begun(self, number: int) -> None:
         """See Listener."""
         assert self._lockstep is not None, "a step is begun together, and no experts are shared"
         self._lockstep.follow(number)
+        self.replicas.take_part(is_awaited=True)
         self._gate.need()
+
+    def _announce(self, number: int) -> None:
+        self.replicas.to_all(StepBegun(number))
+        self.replicas.take_part(is_awaited=True)
+
+    def _note_change(self) -> None:
+        """Also notes that no step is in flight, unless it has to begin one."""
+        super()._note_change()
+        if self._lockstep is not None and not self._lockstep.is_behind:
+            self.replicas.take_part(is_awaited=False)
 
     async def losing(self, place: int) -> None:
         """See Listener."""
@@ -166,6 +189,8 @@ class Coordinator(Engine):
 
     async def lost(self, silent: list[NewRequest], failed: list[RequestId], why: RankLostError) -> None:
         """See Listener. What had produced nothing there runs elsewhere; the rest has failed."""
+        if self._is_stopping:
+            return  # nobody waits any more
         never: list[TextSpec] = []
         """Of those that end before anything came of them, which the detokeniser has not heard of."""
         try:
@@ -173,6 +198,8 @@ class Coordinator(Engine):
         except EngineBusy:
             never = [request.text for request in silent]
             failed = [*failed, *(spec.request_id for spec in never)]
+        except EngineStoppedError:
+            return
         endings = [Finished(request_id, "error", str(why)) for request_id in failed]
         now_s = anyio.current_time()
         batch = TokenBatch(never, [], pack_ints([]), pack_floats([]), endings, now_s)
@@ -183,27 +210,35 @@ class Coordinator(Engine):
     async def queue(self, requests: list[NewRequest]) -> None:
         """Queues requests, all of them or none, at the replicas that the router picks; see Engine."""
         self.check_alive()
-        left = requests
-        while left:
-            route = RouteRequests(
-                [request.request_id for request in left],
-                [self._keys_of(request) for request in left],
-                tuple(_forked_from(left)),
-            )
-            places = await self._alive(self._router.address, route)
-            by_place: dict[int, list[NewRequest]] = {}
-            for place, request in zip(places, left, strict=True):
-                by_place.setdefault(place, []).append(request)
-            own = by_place.pop(OWN_PLACE, [])
-            left: list[NewRequest] = []
-            for place, there in by_place.items():
-                link = self.replicas.links.get(place)
-                if link is None:
-                    left += there  # it was lost since the router answered, which knows it by now
-                else:
-                    link.queue(there)
-            if own:
-                await super().queue(own)
+        try:
+            left = await self._send(requests)
+            while left:  # to a replica that was lost since the router answered, which knows it by now
+                left = await self._send(left)
+        except BaseException:
+            self.close_requests([request.request_id for request in requests])
+            raise
+
+    async def _send(self, requests: list[NewRequest]) -> list[NewRequest]:
+        """Sends requests where the router says; gives those that it has sent to a replica that is gone."""
+        route = RouteRequests(
+            [request.request_id for request in requests],
+            [self._keys_of(request) for request in requests],
+            tuple(_forked_from(requests)),
+        )
+        places = await self._alive(self._router.address, route)
+        by_place: dict[int, list[NewRequest]] = {}
+        for place, request in zip(places, requests, strict=True):
+            by_place.setdefault(place, []).append(request)
+        if own := by_place.pop(OWN_PLACE, []):
+            await super().queue(own)
+        gone: list[NewRequest] = []
+        for place, there in by_place.items():
+            link = self.replicas.links.get(place)
+            if link is None:
+                gone += there
+            else:
+                link.queue(there)
+        return gone
 
     def _keys_of(self, request: NewRequest) -> list[bytes]:
         keys: list[bytes] = []
@@ -223,9 +258,11 @@ class Coordinator(Engine):
         """Tells the router what a step of any replica has ended, and what its own has cached."""
         if batch.finished:
             self._router.address.tell(RequestsEnded([each.request_id for each in batch.finished]))
+        await self._report_prefixes()
+
+    async def _report_prefixes(self) -> None:
         if self._prefix_changes is not None and len(self._prefix_changes):
-            report = await self._allocator.address.ask(ReportPrefixes())
-            self._router.address.tell(PrefixesChanged(OWN_PLACE, report))
+            self._note_prefixes(OWN_PLACE, await self._allocator.address.ask(ReportPrefixes()))
 
     # ---- lifecycle -----------------------------------------------------------------------------
 
@@ -242,6 +279,7 @@ class Coordinator(Engine):
         if self._lockstep is not None:
             await self.pause()  # a replica without its cache takes part in no step
         await self._everywhere("suspend", super().suspend)
+        await self._report_prefixes()
 
     async def resume(self) -> None:
         """See Engine; every replica takes its memory again."""
@@ -258,6 +296,7 @@ class Coordinator(Engine):
         number = check_epoch(epoch)
         own = partial(super().set_generation_epoch, number)
         await self._everywhere("set_generation_epoch", own, epoch=number)
+        await self._report_prefixes()
 
     async def _everywhere(
         self, call: OrderedCall, own: Callable[[], Awaitable[None]], *, mode: str = "", epoch: int = 0

@@ -39,7 +39,7 @@ from megallm.core_async.transport.routes import shifted
 def call_of(requests: Sequence[NewRequest]) -> str:
     """Gives what a submission is called among ranks: they differ where the requests do."""
     digest = hashlib.sha256(msgspec.msgpack.encode(requests)).hexdigest()[:12]
-    return f"generate[{len(requests)} requests, {digest}]"
+    return f"generate({len(requests)} requests, {digest})"
 
 
 class DirectLeader(Engine):

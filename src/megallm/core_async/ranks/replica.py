@@ -6,12 +6,12 @@ program pair with those of the coordinator's.
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import ClassVar, assert_never
+from typing import ClassVar, Final, assert_never
 
 import anyio
 import msgspec
 from anyio.abc import TaskStatus
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from megallm.core_async.actors.detokenizer import Parcel
 from megallm.core_async.actors.worker import WorkerActor
@@ -37,6 +37,7 @@ from megallm.core_async.messages import (
 from megallm.core_async.plan.lockstep import Lockstep
 from megallm.core_async.plan.prefix_changes import PrefixChanges
 from megallm.core_async.protocols import Runner, Tokenizer
+from megallm.core_async.ranks.blame import RankWorker
 from megallm.core_async.ranks.together import SHUTDOWN, MadeCalls
 from megallm.core_async.ranks.watch import watch_of_calls
 from megallm.core_async.transport.frames import error_of, fault_of
@@ -55,19 +56,22 @@ from megallm.core_async.transport.replica_frames import (
     StepBegun,
 )
 
+NO_LIMIT: Final = 1 << 62
+"""Requests that may wait where somebody else has counted them."""
 
-class Outlet(Actor[TokenBatch]):
-    """Passes each step's output on, in the place of a detokeniser."""
+
+class Outlet(Actor[TokenBatch | OrderDone]):
+    """Passes each step's output on, in the place of a detokeniser, and what was done after it in its turn."""
 
     name: ClassVar[str] = "outlet"
     capacity: ClassVar[int] = 64
     """One batch a step; it falls behind only while the loop itself does."""
 
-    def __init__(self, pass_on: Callable[[TokenBatch], Awaitable[None]]) -> None:
+    def __init__(self, pass_on: Callable[[TokenBatch | OrderDone], Awaitable[None]]) -> None:
         super().__init__()
         self._pass_on = pass_on
 
-    async def handle(self, message: TokenBatch) -> None:
+    async def handle(self, message: TokenBatch | OrderDone) -> None:
         """Passes it on."""
         await self._pass_on(message)
 
@@ -89,9 +93,8 @@ class Replica(Engine):
 
         `steps_together`: the replicas share experts; see plan/lockstep.py.
         """
-        # the coordinator bounds what waits at all replicas together
-        whole = structs.replace(config, max_waiting=config.max_waiting * len(replicas.names))
-        super().__init__(whole, runner, tokenizer, make_worker=make_worker)
+        super().__init__(config, runner, tokenizer, make_worker=make_worker)
+        self._max_waiting = NO_LIMIT  # the coordinator bounds what waits at all replicas together
         self._replicas = replicas
         self._own_name = replicas.names[replicas.place]
         self._coordinator: RankStream[FromCoordinator] | None = None
@@ -120,7 +123,8 @@ class Replica(Engine):
         self._has_gone_on = anyio.Event()
 
     def _make_detokenizer(self) -> Actor[TokenBatch]:
-        return Outlet(self._pass_on)
+        self._outlet = Outlet(self._pass_on)
+        return self._outlet  # type: ignore[return-value] - it takes more than batches
 
     async def _start(self, supervisor: Supervisor) -> None:
         records = await anyio.to_thread.run_sync(self._replicas.exchange, b"", abandon_on_cancel=True)
@@ -152,12 +156,19 @@ class Replica(Engine):
         if not isinstance(why, RankLostError):
             why = RankLostError(f"rank {self._own_name} failed: {type(failure).__name__}: {failure}")
         self._tell(Failed(fault_of(why)))
+        if isinstance(self._worker, RankWorker):
+            self._worker.is_explained.set()
 
-    async def _pass_on(self, batch: TokenBatch) -> None:
+    async def _pass_on(self, message: TokenBatch | OrderDone) -> None:
         report = None
         if self._prefix_changes is not None and len(self._prefix_changes):
             report = await self._allocator.address.ask(ReportPrefixes())
-        self._tell(Output(batch, self.stats(), report))
+        if isinstance(message, TokenBatch):
+            self._tell(Output(message, self._stats, report))
+            return
+        if report is not None:
+            self._tell(Figures(self._stats, report))
+        self._tell(message)
 
     def _note_change(self) -> None:
         self._tell(Figures(self._stats))
@@ -217,9 +228,9 @@ class Replica(Engine):
         try:
             await reply.wait()
         except MegaLLMError as error:
-            self._tell(OrderDone(order.number, fault_of(error)))
+            self._outlet.address.tell(OrderDone(order.number, fault_of(error)))
         else:
-            self._tell(OrderDone(order.number))
+            self._outlet.address.tell(OrderDone(order.number))
 
     def _ordered(self, order: Order) -> Reply[None]:
         lifecycle = self._lifecycle.address
@@ -246,6 +257,11 @@ class Replica(Engine):
         """
         self.check_alive()
         await self._calls.made(name).wait()
+
+    def call_failed(self, what: str) -> None:
+        """Tells the coordinator of a call that this replica's own ranks have not made alike."""
+        if self._is_started and not self._has_ended.is_set():
+            self._calls.made(what)
 
     async def wait_for_leader(self) -> None:
         """Waits until the coordinator has shut down, or anything else has ended the engine."""

@@ -42,7 +42,9 @@ class ReplicaLink:
         self.awaited = Awaited()
         """Requests and orders that are there: the replica is watched meanwhile."""
         self._requests: dict[RequestId, NewRequest | None] = {}
-        """Those that have not ended, in the order they went there; None once it has produced a token."""
+        """Those that have not ended, in the order they went there; None once one can't run elsewhere: it
+        has produced a token."""
+        self._takes_part = False
         self._orders: dict[int, Reply[None]] = {}
         self._numbers = itertools.count()
 
@@ -62,13 +64,22 @@ class ReplicaLink:
         self._count()
 
     def close(self, requests: Iterable[RequestId]) -> None:
-        """Says that nobody reads some requests any more, of which any may be here or elsewhere."""
+        """Says that nobody reads some requests any more, of which any may be here or elsewhere.
+
+        One that has produced something stays in the books until the replica says that it has ended.
+        """
         closed = [request_id for request_id in requests if request_id in self._requests]
         if closed:
             for request_id in closed:
-                del self._requests[request_id]
+                if self._requests[request_id] is not None:
+                    del self._requests[request_id]
             self.tell(Close(closed))
             self._count()
+
+    def take_part(self, *, is_awaited: bool) -> None:
+        """Notes whether others wait for the replica in a step that all take together."""
+        self._takes_part = is_awaited
+        self._count()
 
     def order(self, call: OrderedCall, *, mode: str = "keep", epoch: int = 0) -> Reply[None]:
         """Has the replica make a call of the lifecycle; the reply comes when it is done."""
@@ -110,11 +121,10 @@ class ReplicaLink:
         self._requests.clear()
         while self._orders:
             self._orders.popitem()[1].set(None)
-        self.stats = EngineStats()
         return silent, begun
 
     def _count(self) -> None:
-        self.awaited.set(len(self._requests) + len(self._orders))
+        self.awaited.set(len(self._requests) + len(self._orders) + self._takes_part)
 
 
 def loop_ahead_s(then_s: float) -> float:

@@ -11,19 +11,19 @@ from typing import Final, Protocol, assert_never
 import anyio
 import msgspec
 from anyio.abc import TaskStatus
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from megallm.core_async.device.rank_group import Ranks
 from megallm.core_async.errors import RankLostError
 from megallm.core_async.kit.reply import gone_error
 from megallm.core_async.kit.supervisor import Supervisor
-from megallm.core_async.messages import EngineStats, NewRequest, RequestId
+from megallm.core_async.messages import EngineStats, NewRequest, PrefixReport, RequestId
 from megallm.core_async.ranks.blame import TOLD_BLAME_S
 from megallm.core_async.ranks.replica_link import ReplicaLink, loop_ahead_s
 from megallm.core_async.ranks.together import Gathering
 from megallm.core_async.transport.frames import error_of, fault_of
 from megallm.core_async.transport.rank_frames import AskWhere, CallMade, End, Failed, Go, Here, Join
-from megallm.core_async.transport.ranks import MeetingPlace, RankStream
+from megallm.core_async.transport.ranks import MeetingPlace
 from megallm.core_async.transport.replica_frames import (
     FROM_REPLICA,
     Figures,
@@ -50,8 +50,8 @@ class Listener(Protocol):
         """A step gave something."""
         ...
 
-    def figures_changed(self) -> None:
-        """A replica has come to rest."""
+    def figures_changed(self, link: ReplicaLink, prefixes: PrefixReport | None) -> None:
+        """A replica has come to rest, or has flushed its prefix cache."""
         ...
 
     def step_begun(self, number: int) -> None:
@@ -97,6 +97,9 @@ class Replicas:
         self._all_started = anyio.Event()
         self._is_blamed = anyio.Event()
         """Set once a replica is lost: what else fails may be a consequence."""
+        self._reading: list[anyio.CancelScope] = []
+        self._lost_stats: list[EngineStats] = []
+        """What those that are gone had done, which counts on."""
 
     def to_all(self, frame: Struct) -> None:
         """Tells every one of them."""
@@ -105,7 +108,12 @@ class Replicas:
 
     def all_stats(self) -> list[EngineStats]:
         """Gives the figures of each, as they were told last; callable from any thread."""
-        return [link.stats for link in list(self.links.values())]
+        return [*(link.stats for link in list(self.links.values())), *self._lost_stats]
+
+    def take_part(self, *, is_awaited: bool) -> None:
+        """Notes whether a step that all take together is under way, in which each is watched."""
+        for link in self.links.values():
+            link.take_part(is_awaited=is_awaited)
 
     def order(self, call: OrderedCall, *, mode: str, epoch: int) -> list[Callable[[], Awaitable[None]]]:
         """Has every one make a call of the lifecycle; gives the waits for each."""
@@ -129,6 +137,18 @@ class Replicas:
         for link in self.links.values():
             await supervisor.start(f"replica of rank {link.name}", partial(self._serve, link))
 
+    async def stop_reading(self, *, task_status: TaskStatus[None]) -> None:
+        """A child to be started last, and so stopped first: what replicas say then is heard no more.
+
+        Those that would hear it stop next, one after the other.
+        """
+        task_status.started()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            for scope in self._reading:
+                scope.cancel()
+
     async def all_started(self) -> None:
         """Waits until every replica has started, and lets them all go on."""
         if self._num_starting:
@@ -138,23 +158,22 @@ class Replicas:
 
     async def _keep(self, why: Callable[[], Exception], *, task_status: TaskStatus[None]) -> None:
         """Owns the sockets; a cancel ends the other replicas."""
-        streams: list[RankStream[FromReplica]] = []
         place = MeetingPlace(self._host, self._port)
         try:
             record = msgspec.msgpack.encode(place.meeting)
             await anyio.to_thread.run_sync(self._ranks.exchange, record, abandon_on_cancel=True)
-            streams += await place.others(self._ranks.names, FROM_REPLICA)
-            for number, stream in enumerate(streams, 1):
+            for number, stream in enumerate(await place.others(self._ranks.names, FROM_REPLICA), 1):
                 self.links[number] = ReplicaLink(number, stream, self._own_name)
             task_status.started()
             await anyio.sleep_forever()
         finally:
             place.close()
-            await self._end(streams, why())
+            await self._end(why())
 
-    async def _end(self, streams: list[RankStream[FromReplica]], why: Exception) -> None:
+    async def _end(self, why: Exception) -> None:
         """Says that it is over, and waits until the others have ended too, which they say by closing."""
         self.say_end(why)
+        streams = [link.stream for link in self.links.values()]
         self.links.clear()
         deadline_s = LOST_DRAIN_S if isinstance(why, RankLostError) else DRAIN_S
         try:
@@ -168,16 +187,18 @@ class Replicas:
 
     async def _serve(self, link: ReplicaLink, *, task_status: TaskStatus[None]) -> None:
         """Reads what a replica says, until it is lost: then the others go on, where they can."""
-        task_status.started()
-        try:
-            async with Supervisor() as supervisor:
-                await supervisor.start("flush", link.stream.flush)
-                await supervisor.start("watch", partial(link.awaited.watch, link.watch))
-                await self._read(link)
-        except RankLostError as lost:
-            if not self._has_gone_on or not self._stands_alone:
-                raise
-            await self._lose(link, lost)
+        with anyio.CancelScope() as scope:
+            self._reading.append(scope)
+            task_status.started()
+            try:
+                async with Supervisor() as supervisor:
+                    await supervisor.start("flush", link.stream.flush)
+                    await supervisor.start("watch", partial(link.awaited.watch, link.watch))
+                    await self._read(link)
+            except RankLostError as lost:
+                if not self._has_gone_on or not self._stands_alone:
+                    raise
+                await self._lose(link, lost)
 
     async def _read(self, link: ReplicaLink) -> None:
         while True:
@@ -195,6 +216,7 @@ class Replicas:
         del self.links[link.place]
         link.stream.close()
         self.calls.lose(link.name)
+        self._lost_stats.append(_counts_of(link.stats))
         await self._listener.lost(*link.lose(), why)
 
     async def _take(  # noqa: C901, PLR0912 - one case a frame
@@ -203,9 +225,9 @@ class Replicas:
         match frame:
             case Output():
                 await self._listener.took_output(link, frame)
-            case Figures(stats):
+            case Figures(stats, prefixes):
                 link.stats = stats
-                self._listener.figures_changed()
+                self._listener.figures_changed(link, prefixes)
             case OrderDone():
                 link.done(frame)
             case CallMade(number, name):
@@ -233,3 +255,8 @@ class Replicas:
                 raise RankLostError(f"rank {link.name} is lost: it joins twice")
             case _:
                 assert_never(frame)
+
+
+def _counts_of(stats: EngineStats) -> EngineStats:
+    """Gives what a replica that is gone has done, without what it was at."""
+    return structs.replace(stats, running=0, waiting=0, used_blocks=0, cached_blocks=0, free_blocks=0)

@@ -11,7 +11,7 @@ from megallm.core_async.ranks.watch import Awaited
 from megallm.core_async.transport.frames import error_of
 from megallm.core_async.transport.rank_frames import CallEnded, CallMade
 
-SHUTDOWN = "shutdown"
+SHUTDOWN = "shutdown()"
 """The call after which a rank makes no other."""
 
 
@@ -35,14 +35,16 @@ class Gathering:
         self._made: dict[int, dict[int, str]] = {}
         """By the call's number: who has made it, and its name."""
         self._leaving: set[int] = set()
-        self._waiting: tuple[int, Reply[None]] | None = None
+        self._waiting: dict[int, Reply[None]] = {}
+        """The calls that this rank has made, by number."""
         self._next = 0
 
     def note(self, name: int, number: int, call: str) -> None:
-        """Notes that a rank has made a call."""
-        self._made.setdefault(number, {})[name] = call
+        """Notes that a rank has made a call, which may be over already: this rank gave it up."""
         if call == SHUTDOWN:
             self._leaving.add(name)
+        if number >= self._next or number in self._waiting:
+            self._made.setdefault(number, {})[name] = call
         self._look()
 
     def lose(self, name: int) -> None:
@@ -55,43 +57,43 @@ class Gathering:
 
     def fail(self, make_error: Callable[[], ActorGone]) -> None:
         """Ends whoever waits."""
-        if self._waiting is not None:
-            self._waiting[1].fail(make_error())
+        for reply in self._waiting.values():
+            reply.fail(make_error())
 
     def next_number(self) -> int:
-        """Gives the number of this rank's next call."""
+        """Gives the number of this rank's next call, which is to be `gathered` or given up."""
         number, self._next = self._next, self._next + 1
+        self._waiting[number] = Reply[None]()
         return number
+
+    def give_up(self, number: int) -> None:
+        """Waits no more for a call; idempotent."""
+        self._waiting.pop(number, None)
+        self._made.pop(number, None)
 
     async def gathered(self, number: int, call: str) -> None:
         """Waits until every rank has made the call of that number.
 
-        Raises: LifecycleError where another rank made another call, and while one waits; ActorGone.
+        Raises: LifecycleError where another rank made another call; ActorGone.
         """
-        if self._waiting is not None:
-            raise LifecycleError(f"{call}() was called while another call waits for the other ranks")
-        reply = Reply[None]()
-        self._waiting = number, reply
         try:
             self._look()
-            await reply.wait()
+            await self._waiting[number].wait()
+            made = self._made.get(number, {})
         finally:
-            self._waiting = None
-            made = self._made.pop(number, {})
+            self.give_up(number)
         others = {**dict.fromkeys(self._leaving, SHUTDOWN), **made}
         for name, other in sorted(others.items()):
             if other != call:
                 raise LifecycleError(
-                    f"rank {name} called {other}() where this rank called {call}(): with several ranks every"
+                    f"rank {name} called {other} where this rank called {call}: with several ranks every"
                     " rank's program makes the same calls, in the same order"
                 )
 
     def _look(self) -> None:
-        if self._waiting is None:
-            return
-        number, reply = self._waiting
-        if set(self._names) <= self._made.get(number, {}).keys() | self._leaving:
-            reply.set(None)
+        for number, reply in self._waiting.items():
+            if set(self._names) <= self._made.get(number, {}).keys() | self._leaving:
+                reply.set(None)
 
 
 class MadeCalls:

@@ -25,7 +25,7 @@ STEP_S: Final = 600.0
 """How long a step may take: a thread may hang while its rank's loop answers."""
 
 CALL_PATIENCE_S: Final = 10.0
-CALL_ANSWER_S: Final = 60.0
+CALL_ANSWER_S: Final = 600.0
 """The same where a program waits for another's call: that one's loop may be the program's own, and busy."""
 
 

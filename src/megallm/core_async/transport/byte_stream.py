@@ -29,6 +29,8 @@ class ByteStream:
         Raises: OSError, and anyio.ClosedResourceError when it is closed meanwhile.
         """
         while True:
+            if self._is_closed:
+                raise anyio.ClosedResourceError
             await anyio.wait_readable(self._sock)
             try:
                 return self._sock.recv(max_bytes)
@@ -55,8 +57,17 @@ class ByteStream:
             return
         with memoryview(chunk) as rest:
             while sent < len(rest):
-                await anyio.wait_writable(self._sock)
+                await self.writable()
                 sent += self.send_now(rest[sent:])
+
+    async def writable(self) -> None:
+        """Waits until the socket takes more.
+
+        Raises: OSError, and anyio.ClosedResourceError when it is closed meanwhile.
+        """
+        if self._is_closed:
+            raise anyio.ClosedResourceError
+        await anyio.wait_writable(self._sock)
 
     def end(self) -> None:
         """Says that nothing more is written; the peer is at the end once it has read the rest."""

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import anyio
@@ -18,6 +19,8 @@ import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
 from megallm.core_async.errors import RankLostError
+from megallm.core_async.kit.foreign import on_own_thread
+from megallm.core_async.transport.addresses import LOOPBACK, listening, resolved
 from megallm.core_async.transport.byte_stream import ByteStream
 from megallm.core_async.transport.framing import (
     LENGTH_BYTES,
@@ -30,10 +33,11 @@ from megallm.core_async.transport.rank_frames import Join
 
 log = logging.getLogger(__name__)
 
-LOOPBACK: Final = "127.0.0.1"
+CONNECT_S: Final = 15.0
+"""How long the leader waits for the others: each has its address already, and does nothing else meanwhile.
 
-CONNECT_S: Final = 60.0
-"""How long the leader waits for the others: each has its address already, and does nothing else meanwhile."""
+A rank that dies before it connects is noticed by nothing else.
+"""
 
 JOIN_S: Final = 5.0
 """How long a connection has to say who it is."""
@@ -66,7 +70,7 @@ class RankStream[T]:
         self._reader = FrameReader[T](kinds.union)
         self._rest = bytearray()
         self._has_rest = anyio.Event()
-        self._is_flushing = False
+        self._why_lost: str | None = None
         self.num_frames = 0
         """Frames written so far, and their bytes."""
         self.num_bytes = 0
@@ -74,7 +78,7 @@ class RankStream[T]:
     async def receive(self) -> list[T]:
         """Waits for frames. A cancel loses nothing.
 
-        Raises: RankLostError when the other has gone, or speaks nonsense.
+        Raises: RankLostError when the other has gone, is far behind, or speaks nonsense.
         """
         try:
             while chunk := await self._stream.receive():
@@ -82,19 +86,26 @@ class RankStream[T]:
                     return frames
         except OSError as error:
             raise self._lost(f"its connection failed: {error}") from error
+        except anyio.ClosedResourceError as error:
+            raise self._lost("its connection was closed") from error
         except FrameError as error:
             raise self._lost(f"it sent what makes no sense: {error}") from error
         raise self._lost("its connection has ended")
 
     def put(self, frame: msgspec.Struct) -> None:
-        """Writes a frame, or keeps what the socket does not take for `flush`; see `put_bytes`."""
+        """Writes a frame, or keeps what the socket does not take for `flush`.
+
+        One that is far behind is given up: whoever reads from it says so.
+        """
         self.put_bytes(encoded(frame))
 
     def put_bytes(self, frame: bytes | bytearray) -> None:
-        """The same for an encoded one. Raises: RankLostError when the other is far behind."""
+        """The same for an encoded one."""
         self.num_frames += 1
         self.num_bytes += len(frame)
-        if not self._rest and not self._is_flushing:
+        if self._why_lost is not None:
+            return
+        if not self._rest:
             try:
                 frame = frame[self._stream.send_now(frame) :]
             except OSError:
@@ -103,7 +114,9 @@ class RankStream[T]:
             self._rest += frame
             self._has_rest.set()
         if len(self._rest) > MAX_BEHIND:
-            raise self._lost(f"it is {len(self._rest):,} bytes behind, at most {MAX_BEHIND:,}")
+            self._why_lost = f"it is {len(self._rest):,} bytes behind, at most {MAX_BEHIND:,}"
+            self._rest.clear()
+            self._stream.abort()
 
     async def flush(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Writes what the socket did not take at once, until cancelled or the other has gone."""
@@ -112,29 +125,36 @@ class RankStream[T]:
             while True:
                 await self._has_rest.wait()
                 self._has_rest = anyio.Event()
-                rest, self._rest = self._rest, bytearray()
-                self._is_flushing = True
-                await self._stream.send(rest)
-                self._is_flushing = False
-        except OSError:
+                await self._write_rest()
+        except (OSError, anyio.ClosedResourceError):
             return  # who reads from it says so
 
     async def drain(self, deadline_s: float) -> None:
-        """Ends the writing, and reads until the other has closed too, for `deadline_s` at most."""
-        self._stream.end()
+        """Writes the rest and ends, and reads until the other has closed too; for `deadline_s` at most."""
         with anyio.move_on_after(deadline_s, shield=True):
             try:
+                await self._write_rest()
+                self._stream.end()
                 while await self._stream.receive():
                     pass
-            except OSError:
+            except (OSError, anyio.ClosedResourceError):
                 return
+
+    async def _write_rest(self) -> None:
+        """Writes what is left. A cancel leaves what was not written."""
+        while self._rest:
+            with memoryview(self._rest) as rest:
+                sent = self._stream.send_now(rest)
+            del self._rest[:sent]
+            if self._rest:
+                await self._stream.writable()
 
     def close(self) -> None:
         """Closes the socket; idempotent."""
         self._stream.close()
 
     def _lost(self, why: str) -> RankLostError:
-        return RankLostError(f"rank {self.name} is lost: {why}")
+        return RankLostError(f"rank {self.name} is lost: {self._why_lost or why}")
 
 
 def encoded(frame: msgspec.Struct) -> bytearray:
@@ -180,14 +200,10 @@ class MeetingPlace:
     """Owns the leader's listening socket, until all have come."""
 
     def __init__(self, host: str | None, port: int | None = None) -> None:
-        """Listens; `host` None is loopback, `port` None is one that the system chooses.
-
-        So is another, and a warning says so, where the port is taken.
-        Raises: OSError when the host is none of this machine's.
-        """
-        self._listener = _listening(host or LOOPBACK, port or 0)
-        address, bound_port = self._listener.getsockname()[:2]
-        self.meeting = Meeting(host=address, port=bound_port, secret=secrets.token_bytes(32))
+        """Listens; see `listening`. The others are told the host as it is given here: each resolves it."""
+        self._listener = listening(host, port)
+        bound_port: int = self._listener.getsockname()[1]
+        self.meeting = Meeting(host or LOOPBACK, bound_port, secrets.token_bytes(32))
 
     async def others[T](self, names: Sequence[int], kinds: Kinds[T]) -> list[RankStream[T]]:
         """Waits for every rank but the first, and gives them in order. Closes the listening socket.
@@ -256,38 +272,39 @@ async def connect[T](meeting: Meeting, place: int, leader: int, kinds: Kinds[T])
 
     Raises: RankLostError when that can't be reached.
     """
-    family, _, _, _, address = _resolved(meeting.host, meeting.port)
+    why: OSError = TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+    with anyio.move_on_after(CONNECT_S):
+        try:
+            for family, _, _, _, address in await on_own_thread(partial(resolved, meeting.host, meeting.port)):
+                try:
+                    sock = await _connected(family, address)
+                except OSError as error:
+                    why = error  # another of a name's addresses may be the one that it listens on
+                else:
+                    stream = RankStream(sock, leader, kinds)
+                    stream.put(Join(place, meeting.secret))
+                    return stream
+        except OSError as error:
+            why = error
+    where = f"{meeting.host} port {meeting.port}"
+    raise RankLostError(f"rank {leader} is not reached at {where}: {why.strerror}") from why
+
+
+async def _connected(family: socket.AddressFamily, address: Any) -> socket.socket:  # Any: of the family's shape
+    """Gives a connected socket. Raises: OSError."""
     sock = socket.socket(family, socket.SOCK_STREAM)
-    error = errno.ETIMEDOUT
     try:
         sock.setblocking(False)
         error = sock.connect_ex(address)
         if error == errno.EINPROGRESS:
-            error = errno.ETIMEDOUT
-            with anyio.move_on_after(CONNECT_S):
-                await anyio.wait_writable(sock)
-                error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    finally:
+            await anyio.wait_writable(sock)
+            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            sock.close()
-    if error:
-        where = f"{meeting.host} port {meeting.port}"
-        raise RankLostError(f"rank {leader} is not reached at {where}: {os.strerror(error)}")
-    stream = RankStream(sock, leader, kinds)
-    stream.put(Join(place, meeting.secret))
-    return stream
-
-
-def address_towards(host: str) -> str:
-    """Gives the address of this machine that packets to a host leave from. Nothing is sent.
-
-    Raises: OSError when the host is not known, or not reached from here.
-    """
-    family, _, _, _, address = _resolved(host, 1)
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect(address)
-        own: str = sock.getsockname()[0]
-    return own
+            raise OSError(error, os.strerror(error))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 async def _exactly(stream: ByteStream, num_bytes: int) -> bytes:
@@ -299,25 +316,3 @@ async def _exactly(stream: ByteStream, num_bytes: int) -> bytes:
             raise ConnectionError("the stream has ended")
         chunk += more
     return chunk
-
-
-def _resolved(host: str, port: int) -> Any:  # Any: an address is a tuple of the family's own shape
-    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = _resolved(host, port)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        if port:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's may linger
-        sock.bind(address)
-        sock.listen()
-    except OSError as error:
-        sock.close()
-        if not port or error.errno != errno.EADDRINUSE:
-            raise
-        log.warning("coordinator_port %d is taken; listening on another one", port)
-        return _listening(host, 0)
-    return sock

@@ -1,7 +1,7 @@
 """What the coordinator and the engines of the other replicas say to each other, as tagged Structs.
 
 Requests go out as they come, and one `Output` a step comes back from each replica. Loop times are the
-sender's own: a `Started` says how its clock stands.
+sender's own: a `ReplicaStarted` says how its clock stands.
 """
 
 from typing import Literal
@@ -85,6 +85,8 @@ class Figures(Struct, frozen=True, tag=True, array_like=True):
     """How the replica stands, where no step's output says so: it has come to rest."""
 
     stats: EngineStats
+    prefixes: PrefixReport | None = None
+    """As in `Output`."""
 
 
 class OrderDone(Struct, frozen=True, tag=True, array_like=True):
