@@ -2,6 +2,9 @@
 
 import dataclasses
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch import distributed, nn
 from megallm.core_async.builder import HONOURED, Parts, build
 from megallm.core_async.errors import UnsupportedModelError
 from megallm.models.megatron_setup import quiet_megatron
+from tests.device.thread_group import groups_of
 from tests.fakes import FakeTokenizer
 from tests.ranks.split_moe import split_moe
 from tests.small_llm import BLOCK_SIZE, new_model, settings, shared_model, untouched
@@ -62,6 +66,12 @@ def test_a_coordinators_address_needs_a_coordinator(field: str) -> None:
     """As upstream: the two contradict each other."""
     with pytest.raises(ValueError, match="coordinator_host/port require use_coordinator=True"):
         built(use_coordinator=False, **{field: "localhost" if field.endswith("host") else 5000})
+
+
+def test_a_coordinators_host_is_one_that_others_reach() -> None:
+    """Refused before any rank waits for another."""
+    with pytest.raises(ValueError, match=r"coordinator_host is 0\.0\.0\.0, which is every address"):
+        built(coordinator_host="0.0.0.0")  # noqa: S104 - that is the point
 
 
 @pytest.mark.parametrize("wrong", [None, "smollm2-135m", {}])
@@ -212,6 +222,44 @@ def test_reports_are_made_where_they_are_asked_for() -> None:
     assert built(inference_config=settings(logging_step_interval=10)).engine.times.on_result is not None
     with pytest.raises(TypeError, match="metrics_writer is a str"):
         built(inference_config=settings(logging_step_interval=10, metrics_writer="wandb"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields", "said"),
+    [
+        (lambda: {"model": None}, {}, "TypeError: model is a NoneType; give a megatron-core model"),
+        (lambda: {"model": new_model().train()}, {}, "ValueError: model is in training mode (its GPTModel)"),
+        (lambda: {"inference_wrapper_cls": int}, {}, "NotImplementedError: inference_wrapper_cls is int;"),
+        (lambda: {"tokenizer": None}, {}, "TypeError: tokenizer is a NoneType without tokenize/detokenize"),
+        (dict, {"block_size_tokens": 0}, "ValueError: InferenceConfig.block_size_tokens is 0"),
+        (dict, {"metrics_writer": "wandb"}, "TypeError: InferenceConfig.metrics_writer is a str"),
+    ],
+    ids=["no model", "training", "wrapper", "tokenizer", "limits", "writer"],
+)
+def test_what_one_rank_refuses_is_raised_on_all(
+    arguments: Callable[[], dict[str, Any]],  # Any: the constructor's
+    fields: dict[str, Any],  # Any: InferenceConfig's
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others would wait for it until torch's own time is up."""
+    groups = groups_of(2, monkeypatch)
+    wrong = arguments()
+
+    def outcome(place: int) -> str:
+        collection: Any = SimpleNamespace(mp=groups[place])  # Any: stands in for megatron's
+        own = fields if place else {}
+        config = settings(pg_collection=collection, logging_step_interval=1, **own)
+        try:
+            built(inference_config=config, **(wrong if place else {}))
+        except Exception as error:  # noqa: BLE001 - which one it is, is the test's matter
+            return f"{type(error).__name__}: {error}"
+        return "built"
+
+    with ThreadPoolExecutor(2) as threads:
+        others, own = threads.map(outcome, range(2))
+    assert own.startswith(said)
+    assert others == f"RankLostError: rank 6 did not start: {own.partition(': ')[2]}"
 
 
 def test_what_is_honoured_is_a_field_of_some_megatron() -> None:

@@ -13,7 +13,14 @@ from megallm.core_async.topology import topology_of
 type Groups = dict[str, list[int]]
 
 
-def seen(groups: Groups, *, rank: int = 0, num_experts: int | None = None) -> tuple[Any, ...]:
+def model_of(num_experts: int | None = None) -> nn.Module:
+    """Gives what is asked of a model."""
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(num_moe_experts=num_experts)  # type: ignore[assignment] - a model's
+    return model
+
+
+def seen(groups: Groups, *, rank: int = 0, model: object = None) -> tuple[Any, ...]:
     """Gives (the model's ranks, the replicas' ranks, whether it leads, whether experts are shared)."""
 
     def ranks_of(group: list[int]) -> list[int]:
@@ -23,8 +30,6 @@ def seen(groups: Groups, *, rank: int = 0, num_experts: int | None = None) -> tu
         assert group is not None
         return group.index(rank)
 
-    model = nn.Linear(1, 1)
-    model.config = SimpleNamespace(num_moe_experts=num_experts)  # type: ignore[assignment] - a model's
     every = {"mp": [rank], "dp": [rank], "pp": [rank], "tp_ep": [rank], **groups}
     settings: Any = SimpleNamespace(pg_collection=SimpleNamespace(**every))
     with mock.patch.multiple(
@@ -46,6 +51,12 @@ def test_without_groups_there_is_one_rank() -> None:
     assert not topology.shares_experts
 
 
+@pytest.mark.parametrize("wrong", [None, [], "smollm2-135m"])
+def test_what_is_no_model_has_its_ranks_too(wrong: object) -> None:
+    """They have to hear of it."""
+    assert seen({"mp": [0, 1]}, rank=1, model=wrong) == ((0, 1), None, False, False)
+
+
 @pytest.mark.parametrize(
     ("groups", "rank", "expected"),
     [
@@ -60,9 +71,9 @@ def test_the_groups_say_who_leads_and_who_shares(
     groups: Groups, rank: int, expected: tuple[object, ...]
 ) -> None:
     """Experts within one replica's ranks are that replica's own affair."""
-    assert seen(groups, rank=rank, num_experts=8) == expected
+    assert seen(groups, rank=rank, model=model_of(8)) == expected
 
 
 def test_a_model_without_experts_shares_none() -> None:
     """Megatron's groups are there all the same."""
-    assert seen({"mp": [0], "dp": [0, 1], "tp_ep": [0, 1]}) == (None, (0, 1), True, False)
+    assert seen({"mp": [0], "dp": [0, 1], "tp_ep": [0, 1]}, model=model_of()) == (None, (0, 1), True, False)

@@ -1,4 +1,4 @@
-"""A process group whose ranks are threads of this process: sends and broadcasts go by queues."""
+"""A process group whose ranks are threads of this process: tensors go by queues."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -35,19 +35,6 @@ class Sent(defaultdict[tuple[int, int], SimpleQueue[Tensor]]):
 def groups_of(size: int, monkeypatch: pytest.MonkeyPatch) -> list[ThreadGroup]:
     """Gives each rank's view of one group, which torch.distributed takes for a group of its own."""
 
-    def send(tensor: Tensor, dst: int, group: ThreadGroup) -> None:
-        group.sent[group.name, dst].put(tensor.clone())
-
-    def receive(tensor: Tensor, src: int, group: ThreadGroup) -> None:
-        tensor.copy_(group.sent[src, group.name].get(timeout=10))
-
-    def broadcast(tensor: Tensor, src: int, group: ThreadGroup) -> None:
-        if group.name != src:
-            receive(tensor, src, group)
-            return
-        for name in set(group.names) - {src}:
-            send(tensor, name, group)
-
     def fact_of(name: str, of_threads: Callable[[ThreadGroup], object]) -> Callable[..., object]:
         megatrons = getattr(distributed, name)
 
@@ -60,11 +47,35 @@ def groups_of(size: int, monkeypatch: pytest.MonkeyPatch) -> list[ThreadGroup]:
         "get_rank": fact_of("get_rank", lambda group: group.place),
         "get_world_size": fact_of("get_world_size", lambda group: len(group.names)),
         "get_process_group_ranks": fact_of("get_process_group_ranks", lambda group: group.names),
-        "send": send,
-        "recv": receive,
-        "broadcast": broadcast,
+        "send": _send,
+        "recv": _receive,
+        "broadcast": _broadcast,
+        "all_gather": _all_gather,
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(distributed, name, stand_in)
     sent = Sent()
     return [ThreadGroup(place, size, sent) for place in range(size)]
+
+
+def _send(tensor: Tensor, dst: int, group: ThreadGroup) -> None:
+    group.sent[group.name, dst].put(tensor.clone())
+
+
+def _receive(tensor: Tensor, src: int, group: ThreadGroup) -> None:
+    tensor.copy_(group.sent[src, group.name].get(timeout=10))
+
+
+def _broadcast(tensor: Tensor, src: int, group: ThreadGroup) -> None:
+    if group.name != src:
+        _receive(tensor, src, group)
+        return
+    for name in set(group.names) - {src}:
+        _send(tensor, name, group)
+
+
+def _all_gather(every: list[Tensor], own: Tensor, group: ThreadGroup) -> None:
+    for name in group.names:
+        _send(own, name, group)
+    for tensor, name in zip(every, group.names, strict=True):
+        _receive(tensor, name, group)

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, Future
 import anyio
 import pytest
 
-from megallm.core_async.kit.foreign import poster, wait_for
+from megallm.core_async.kit.foreign import on_own_thread, poster, wait_for
 from tests.checkpoints import AtAwait
 from tests.freed import watch_error, without_collector
 from tests.loops import EVERY_LOOP, Backend
@@ -51,6 +51,52 @@ async def test_a_future_that_is_done_is_no_special_case(outcome: int | FailedErr
         with pytest.raises(FailedError, match="no") as caught:
             await wait_for(future)
         assert caught.value is outcome
+
+
+async def test_a_blocking_call_has_a_thread_that_no_exit_waits_for() -> None:
+    """Its result and its error come back."""
+
+    def fail() -> None:
+        raise FailedError("no")
+
+    thread = await on_own_thread(threading.current_thread)
+    assert thread.daemon
+    assert thread is not threading.current_thread()
+    with pytest.raises(FailedError, match="no"):
+        await on_own_thread(fail)
+
+
+async def test_a_cancel_leaves_a_blocking_call_behind() -> None:
+    """What it comes to is nobody's: an error of its thread would be printed as one of the program."""
+    has_begun, may_end, threads = anyio.Event(), threading.Event(), list[threading.Thread]()
+    post = poster()
+
+    def block() -> None:
+        threads.append(threading.current_thread())
+        post(has_begun.set)
+        may_end.wait(10)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(on_own_thread, block)
+        await has_begun.wait()
+        tasks.cancel_scope.cancel()
+    assert threads[0].is_alive()
+    may_end.set()
+    threads[0].join()
+
+
+async def test_the_error_of_a_blocking_call_is_freed_at_once() -> None:
+    """What its traceback holds may be large."""
+    threads: list[threading.Thread] = []
+
+    def fail() -> None:
+        threads.append(threading.current_thread())
+        raise FailedError("no")
+
+    with without_collector():
+        error = await watch_error(on_own_thread(fail), FailedError)
+        threads[0].join()
+        assert error() is None
 
 
 async def test_a_cancel_cancels_the_future() -> None:

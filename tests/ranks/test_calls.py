@@ -4,15 +4,31 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 import pytest
+from msgspec import Struct
 
 from megallm.core_async.errors import EngineStoppedError, LifecycleError
 from megallm.core_async.plan.phases import Phase
-from megallm.core_async.ranks.calls import Calls
+from megallm.core_async.ranks.calls import Calls, ReplicaCalls
+from megallm.core_async.ranks.together import Gathering
+from megallm.core_async.transport.rank_frames import CallEnded
 from tests.engines import running
 from tests.loops import EVERY_LOOP
 from tests.ranks.in_process import Pair, running_pair
+from tests.ranks.in_process_replicas import running_fleet
 
 pytestmark = [pytest.mark.anyio, EVERY_LOOP]
+
+
+class FakeTogether:
+    """The other ranks of a replica, which say what a test has them say."""
+
+    def __init__(self) -> None:
+        self.calls = Gathering([5])
+        self.told: list[Struct] = []
+
+    def to_all(self, frame: Struct) -> None:
+        """Takes a frame."""
+        self.told.append(frame)
 
 
 async def together(*calls: Callable[[], Awaitable[None]]) -> list[str]:
@@ -110,3 +126,19 @@ async def test_calls_of_one_rank_are_the_engines_own() -> None:
         await calls.set_generation_epoch(2)
         await calls.wait_for_leader()
         assert rig.engine.phase is Phase.RUNNING
+
+
+async def test_calls_that_differ_within_a_replica_end_everywhere() -> None:
+    """The other replicas' programs wait for that replica's call, and must hear why it does not come."""
+    async with running_fleet() as fleet:
+        other = fleet.calls[1]
+        assert isinstance(other, ReplicaCalls)
+        followers = FakeTogether()
+        other.others.append(followers)
+        followers.calls.note(5, 0, "unpause()")
+        errors = await together(fleet.calls[0].pause, other.pause)
+        assert len(errors) == 2
+        assert all("rank 5 called unpause() where this rank called pause()" in error for error in errors)
+        assert [type(frame) for frame in followers.told] == [CallEnded]
+        other.others.clear()
+        assert not await together(fleet.calls[0].pause, other.pause)

@@ -7,6 +7,7 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
+from megallm.core_async.actors.scheduler import Scheduler
 from megallm.core_async.errors import EngineBusy, EngineDeadError, EngineStoppedError, LifecycleError
 from megallm.core_async.messages import Completion, StepPlan
 from megallm.core_async.plan.phases import Phase
@@ -218,9 +219,9 @@ async def test_a_shutdown_in_the_middle_of_work_is_no_failure(
             await complete(fleet, prompts_of(6), 100)
 
     async with running_fleet(3, steps_together=steps_together) as fleet:
+        outbox = await fleet.coordinator.submit([fleet.rig.request([5], 90, is_streamed=True)])
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
-            outbox = await fleet.coordinator.submit([fleet.rig.request([5], 90, is_streamed=True)])
             await outbox.take()
             await fleet.coordinator.shutdown()
         outbox.close()
@@ -250,7 +251,8 @@ async def test_what_could_not_be_queued_here_is_queued_nowhere() -> None:
     async with running_fleet() as fleet:
         await fleet.coordinator.pause()
         # the router keeps this limit from being met, so it is lowered by hand
-        roster: Roster = vars(vars(fleet.coordinator)["_scheduler"])["_roster"]
+        scheduler: Scheduler = vars(fleet.coordinator)["_scheduler"]
+        roster: Roster = vars(scheduler)["_roster"]
         vars(roster)["_max_waiting"] = 0
         with pytest.raises(EngineBusy):
             await complete(fleet, prompts_of(6))

@@ -2,10 +2,12 @@
 
 import logging
 import socket
+from typing import Any
 
 import anyio
 import msgspec
 import pytest
+from msgspec import structs
 
 from megallm.core_async.errors import RankLostError
 from megallm.core_async.transport import ranks
@@ -27,7 +29,6 @@ from megallm.core_async.transport.ranks import (
     Meeting,
     MeetingPlace,
     RankStream,
-    address_towards,
     connect,
     encoded,
 )
@@ -115,28 +116,54 @@ async def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch)
         await place.others((4, 5, 6), FROM_FOLLOWER)
 
 
-async def test_a_port_that_is_taken_is_another_one_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """The last run may not have ended yet; the ranks are told where to come, so any port will do."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        place = MeetingPlace(None, port)
-        assert place.meeting.port != port
-        place.close()
-    assert f"coordinator_port {port} is taken" in caplog.text
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
+async def test_ranks_are_told_the_host_as_it_was_given(host: str) -> None:
+    """What a name is on the leader's machine may be another thing on theirs."""
+    if host == "::1" and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    place = MeetingPlace(host)
+    assert place.meeting.host == host
+    follower = await connect(place.meeting, 1, 4, FROM_LEADER)
+    (leaders,) = await place.others(NAMES, FROM_FOLLOWER)
+    leaders.close()
+    follower.close()
 
 
-async def test_a_port_that_is_free_is_taken() -> None:
-    """A firewall may let nothing else through."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    place = MeetingPlace("127.0.0.1", port)
-    assert (place.meeting.host, place.meeting.port) == ("127.0.0.1", port)
+async def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader listens on one of them, and need not have the same order."""
+    place = MeetingPlace(None)
+    known = socket.getaddrinfo
+
+    def look_up(_host: str, *arguments: Any, **options: Any) -> list[Any]:  # Any: the real one's
+        return [found for each in ("127.0.0.2", "127.0.0.1") for found in known(each, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    follower = await connect(structs.replace(place.meeting, host="node0"), 1, 4, FROM_LEADER)
+    (leaders,) = await place.others(NAMES, FROM_FOLLOWER)
+    leaders.close()
+    follower.close()
+
+
+async def test_a_host_that_is_not_known_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what the leader's program was given, and this machine may know it by another name."""
+
+    def look_up(*_arguments: object, **_options: object) -> list[Any]:  # Any: the real one's
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(
+        RankLostError, match="rank 4 is not reached at node0 port 5000: Name or service not known"
+    ):
+        await connect(Meeting("node0", 5000, bytes(32)), 1, 4, FROM_LEADER)
+
+
+async def test_a_leader_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packets to it may be dropped on the way."""
+    monkeypatch.setattr(ranks, "CONNECT_S", 0.0)
+    place = MeetingPlace(None)
+    with pytest.raises(RankLostError, match=r"rank 4 is not reached at 127\.0\.0\.1 port \d+: \w+ timed out"):
+        await connect(place.meeting, 1, 4, FROM_LEADER)
     place.close()
-
-
-async def test_the_address_towards_a_host_is_one_of_this_machine() -> None:
-    """Where ranks of another machine reach this one."""
-    assert address_towards("127.0.0.1") == "127.0.0.1"
 
 
 async def test_a_leader_that_is_not_there_is_named() -> None:

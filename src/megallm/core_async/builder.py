@@ -21,12 +21,13 @@ from megallm.core_async.errors import UnsupportedModelError
 from megallm.core_async.intake import Intake
 from megallm.core_async.matchers import Matchers
 from megallm.core_async.messages import EngineStats
-from megallm.core_async.ranks.agree import agreed
+from megallm.core_async.ranks.agree import agreed, made_by_all
 from megallm.core_async.ranks.assembly import Role, assembled
 from megallm.core_async.ranks.calls import Calls
 from megallm.core_async.step_log import StepLog
 from megallm.core_async.tokenizers import TokenizerAdapter
-from megallm.core_async.topology import topology_of
+from megallm.core_async.topology import Topology, topology_of
+from megallm.core_async.transport.addresses import check_host
 
 log = logging.getLogger(__name__)
 
@@ -86,27 +87,31 @@ def build(  # the constructor's arguments, which are the public API
     attention_backend: str,
     batch_invariant: bool,
 ) -> Parts:
-    """Checks everything and gives the parts.
+    """Checks everything and gives the parts; the ranks of a model return or raise together.
 
-    Raises: ValueError and TypeError naming argument, value and remedy; UnsupportedModelError.
+    Raises: ValueError and TypeError naming argument, value and remedy; UnsupportedModelError; RankLostError
+    naming another rank that raised.
     """
     if not use_coordinator and (coordinator_host is not None or coordinator_port is not None):
         raise ValueError("coordinator_host/port require use_coordinator=True")
-    _check_model(model, use_coordinator=use_coordinator)
-    _check_wrapper(inference_wrapper_cls)
+    check_host(coordinator_host)
     settings = InferenceConfig() if inference_config is None else inference_config
-    _warn_of_unused(settings)
     topology = topology_of(model, settings)
-    ranks, replicas = topology.ranks, topology.replicas if use_coordinator else None
-    if topology.shares_experts and not use_coordinator:
-        raise ValueError(
-            "use_coordinator=False and experts that replicas hold a part of each: direct mode can't keep"
-            " replicas in step; use the coordinator"
-        )
+    role = Role(
+        ranks=topology.ranks,
+        replicas=topology.replicas if use_coordinator else None,
+        shares_experts=topology.shares_experts,
+        is_direct=not use_coordinator,
+        host=coordinator_host,
+        port=coordinator_port,
+    )
+    groups = [group for group in (role.ranks, role.replicas) if group is not None]
 
     def limits() -> EngineConfig:
-        check_stage(model, topology.stages, leads=ranks is not None and not ranks.place)
-        _check_experts(model, shares_experts=topology.shares_experts)
+        _check_model(model, use_coordinator=use_coordinator)
+        _check_wrapper(inference_wrapper_cls)
+        _warn_of_unused(settings)
+        _check_part(model, topology, is_direct=role.is_direct)
         return EngineConfig.derive(
             settings,
             _limits_of(model, settings),
@@ -114,26 +119,19 @@ def build(  # the constructor's arguments, which are the public API
             batch_invariant=batch_invariant,
         )
 
-    config = agreed([group for group in (ranks, replicas) if group is not None], limits)
-    adapter = TokenizerAdapter(tokenizer)
-    matchers = Matchers(adapter, config.vocab_size)
-    engine, calls = assembled(
-        config,
-        TorchRunner(model, config, matchers, pipeline_of(model, topology.stages)),
-        adapter,
-        Role(
-            ranks=ranks,
-            replicas=replicas,
-            shares_experts=topology.shares_experts,
-            is_direct=not use_coordinator,
-            host=coordinator_host,
-            port=coordinator_port,
-        ),
-    )
-    if settings.logging_step_interval:
-        _log_steps(engine, settings)
-    intake = Intake(config, adapter, engine.next_request_id, matchers)
-    return Parts(engine=engine, intake=intake, tokenizer=adapter, calls=calls)
+    config = agreed(groups, limits)
+
+    def parts() -> Parts:
+        adapter = TokenizerAdapter(tokenizer)
+        matchers = Matchers(adapter, config.vocab_size)
+        runner = TorchRunner(model, config, matchers, pipeline_of(model, topology.stages))
+        engine, calls = assembled(config, runner, adapter, role)
+        if settings.logging_step_interval:
+            _log_steps(engine, settings)
+        intake = Intake(config, adapter, engine.next_request_id, matchers)
+        return Parts(engine=engine, intake=intake, tokenizer=adapter, calls=calls)
+
+    return made_by_all(groups, parts)
 
 
 def _check_model(model: object, *, use_coordinator: bool) -> None:
@@ -160,10 +158,16 @@ def _refuse_chunks(model: Any) -> None:  # Any: the caller's own
         )
 
 
-def _check_experts(model: torch.nn.Module, *, shares_experts: bool) -> None:
+def _check_part(model: torch.nn.Module, topology: Topology, *, is_direct: bool) -> None:
     """Sees that the model's layers and megatron's groups agree: else ranks would wait for each other."""
+    if topology.shares_experts and is_direct:
+        raise ValueError(
+            "use_coordinator=False and experts that replicas hold a part of each: direct mode can't keep"
+            " replicas in step; use the coordinator"
+        )
+    check_stage(model, topology.stages, leads=topology.ranks is not None and topology.leads)
     experts = ModelHook(model).experts
-    if experts.is_spread and not shares_experts:
+    if experts.is_spread and not topology.shares_experts:
         raise UnsupportedModelError(
             f"the experts are spread over ranks {list(experts.ranks)}, of which InferenceConfig.pg_collection"
             " knows nothing; give it the model's own tp_ep group"

@@ -17,6 +17,7 @@ from megallm.core_async.errors import (
 )
 from megallm.core_async.kit.outbox import Outbox
 from megallm.core_async.messages import Sampling, StepPlan
+from megallm.core_async.plan.phases import Phase
 from megallm.core_async.transport.byte_stream import ByteStream
 from megallm.core_async.transport.frames import CloseRequests, SubmitRequests
 from megallm.core_async.transport.framing import FrameWriter
@@ -26,6 +27,7 @@ from tests.engines import engine_config, running
 from tests.fakes import continuation
 from tests.http.linked import fill, linked, owned
 from tests.http.loopback import eventually
+from tests.ranks.in_process_replicas import running_fleet
 
 pytestmark = pytest.mark.anyio
 
@@ -55,6 +57,28 @@ async def test_each_front_end_gets_its_own_tokens_and_the_engine_its_own() -> No
             for index in range(12):
                 tasks.start_soon(ask, index)
         assert got == {index: continuation([index, 2, 3], 20) for index in range(12)}
+
+
+async def test_a_front_end_need_not_know_that_the_model_has_replicas() -> None:
+    """Its requests run on all of them, its leaving frees their blocks, and its pause rests them all."""
+    async with running_fleet() as fleet, linked(fleet.rig, 2) as (first, second):
+        got: dict[int, list[int]] = {}
+
+        async def ask(index: int) -> None:
+            got[index] = await (first, second)[index % 2].tokens_of([index, 2], 12)
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(8):
+                tasks.start_soon(ask, index)
+        assert got == {index: continuation([index, 2], 12) for index in range(8)}
+        assert min(fleet.num_steps()) > 0
+        for index in range(4):
+            (await first.remote.submit([first.request([index], 100)])).close()
+        await second.remote.pause()
+        assert {engine.phase for engine in (fleet.coordinator, *fleet.others)} == {Phase.PAUSED}
+        await second.remote.unpause()
+        await eventually(lambda: fleet.coordinator.stats().used_blocks == 0)
+        assert first.remote.config.max_waiting == fleet.rig.engine.config.max_waiting == 1000
 
 
 async def test_the_requests_of_a_front_end_that_dies_are_aborted_and_others_go_on() -> None:

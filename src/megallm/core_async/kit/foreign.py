@@ -65,12 +65,14 @@ def _called[T](function: Callable[[], T]) -> Future[T]:
     """Calls a function on a thread of its own."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # so that who no longer waits can't cancel what will be completed
-
-    def work() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - who waits raises it
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="megallm-call", daemon=True).start()
+    threading.Thread(target=_complete, args=(future, function), name="megallm-call", daemon=True).start()
     return future
+
+
+def _complete[T](future: Future[T], function: Callable[[], T]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001 - who waits raises it
+        future.set_exception(error)
+    finally:
+        del future  # an error's traceback holds this frame

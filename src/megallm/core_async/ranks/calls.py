@@ -116,7 +116,8 @@ class ReplicaCalls(LeaderCalls):
             await super().together(name, follow)
         except BaseException as error:
             if not has_begun:  # the other replicas wait for this one's call, and hear why it does not come
-                self._replica.call_failed(f"{name} in vain ({type(error).__name__}: {error})")
+                why = str(error) if isinstance(error, Exception) else "it was cancelled"
+                self._replica.call_failed(f"{name} in vain ({why})")
             raise
 
 

@@ -19,7 +19,7 @@ from megallm.core_async.config import EngineConfig
 from megallm.core_async.device.rank_group import Ranks
 from megallm.core_async.engine import Engine
 from megallm.core_async.errors import EngineStoppedError, RankLostError
-from megallm.core_async.kit.foreign import poster
+from megallm.core_async.kit.foreign import on_own_thread, poster
 from megallm.core_async.kit.outbox import Outbox, Outboxes
 from megallm.core_async.kit.reply import Reply
 from megallm.core_async.kit.supervisor import Supervisor
@@ -102,7 +102,7 @@ class Follower(Engine):
         self._has_gone_on = anyio.Event()
 
     async def _start(self, supervisor: Supervisor) -> None:
-        records = await anyio.to_thread.run_sync(self._ranks.exchange, b"", abandon_on_cancel=True)
+        records = await on_own_thread(partial(self._ranks.exchange, b""))
         meeting = msgspec.msgpack.decode(records[0], type=Meeting)
         leader = self._leader = await connect(meeting, self._ranks.place, self._ranks.names[0], FROM_LEADER)
         self._watch = Watch([leader], self._own_name, step_s=self._step_s)

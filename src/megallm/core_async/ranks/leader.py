@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from megallm.core_async.device.rank_group import Ranks
 from megallm.core_async.errors import ActorGone, EngineDeadError, EngineStoppedError, RankLostError
+from megallm.core_async.kit.foreign import on_own_thread
 from megallm.core_async.kit.reply import Reply, gone_error
 from megallm.core_async.kit.supervisor import Supervisor
 from megallm.core_async.messages import (
@@ -172,7 +173,7 @@ class Leader:
             place = MeetingPlace(self._host, self._port)
             try:
                 record = msgspec.msgpack.encode(place.meeting)
-                await anyio.to_thread.run_sync(self._ranks.exchange, record, abandon_on_cancel=True)
+                await on_own_thread(partial(self._ranks.exchange, record))
                 self._streams = await place.others(self._ranks.names, FROM_FOLLOWER)
             finally:
                 place.close()

@@ -20,6 +20,7 @@ from megallm.core_async.device.rank_group import Ranks
 from megallm.core_async.engine import Engine
 from megallm.core_async.errors import EngineStoppedError, MegaLLMError, RankLostError
 from megallm.core_async.kit.actor import Actor
+from megallm.core_async.kit.foreign import on_own_thread
 from megallm.core_async.kit.outbox import Outbox
 from megallm.core_async.kit.reply import Reply
 from megallm.core_async.kit.supervisor import Supervisor
@@ -127,7 +128,7 @@ class Replica(Engine):
         return self._outlet  # type: ignore[return-value] - it takes more than batches
 
     async def _start(self, supervisor: Supervisor) -> None:
-        records = await anyio.to_thread.run_sync(self._replicas.exchange, b"", abandon_on_cancel=True)
+        records = await on_own_thread(partial(self._replicas.exchange, b""))
         meeting = msgspec.msgpack.decode(records[0], type=Meeting)
         name = self._replicas.names[0]
         coordinator: RankStream[FromCoordinator] = await connect(

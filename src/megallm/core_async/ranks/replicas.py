@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 
 from megallm.core_async.device.rank_group import Ranks
 from megallm.core_async.errors import RankLostError
+from megallm.core_async.kit.foreign import on_own_thread
 from megallm.core_async.kit.reply import gone_error
 from megallm.core_async.kit.supervisor import Supervisor
 from megallm.core_async.messages import EngineStats, NewRequest, PrefixReport, RequestId
@@ -161,7 +162,7 @@ class Replicas:
         place = MeetingPlace(self._host, self._port)
         try:
             record = msgspec.msgpack.encode(place.meeting)
-            await anyio.to_thread.run_sync(self._ranks.exchange, record, abandon_on_cancel=True)
+            await on_own_thread(partial(self._ranks.exchange, record))
             for number, stream in enumerate(await place.others(self._ranks.names, FROM_REPLICA), 1):
                 self.links[number] = ReplicaLink(number, stream, self._own_name)
             task_status.started()

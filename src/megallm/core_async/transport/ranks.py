@@ -12,7 +12,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import anyio
 import msgspec
@@ -272,39 +272,37 @@ async def connect[T](meeting: Meeting, place: int, leader: int, kinds: Kinds[T])
 
     Raises: RankLostError when that can't be reached.
     """
-    why: OSError = TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-    with anyio.move_on_after(CONNECT_S):
-        try:
-            for family, _, _, _, address in await on_own_thread(partial(resolved, meeting.host, meeting.port)):
-                try:
-                    sock = await _connected(family, address)
-                except OSError as error:
-                    why = error  # another of a name's addresses may be the one that it listens on
-                else:
-                    stream = RankStream(sock, leader, kinds)
-                    stream.put(Join(place, meeting.secret))
-                    return stream
-        except OSError as error:
-            why = error
-    where = f"{meeting.host} port {meeting.port}"
-    raise RankLostError(f"rank {leader} is not reached at {where}: {why.strerror}") from why
-
-
-async def _connected(family: socket.AddressFamily, address: Any) -> socket.socket:  # Any: of the family's shape
-    """Gives a connected socket. Raises: OSError."""
-    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setblocking(False)
-        error = sock.connect_ex(address)
-        if error == errno.EINPROGRESS:
-            await anyio.wait_writable(sock)
-            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
-            raise OSError(error, os.strerror(error))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+        with anyio.fail_after(CONNECT_S):
+            sock = await _reached(meeting)
+    except OSError as error:
+        why = error.strerror or os.strerror(errno.ETIMEDOUT)
+        where = f"{meeting.host} port {meeting.port}"
+        raise RankLostError(f"rank {leader} is not reached at {where}: {why}") from error
+    stream = RankStream(sock, leader, kinds)
+    stream.put(Join(place, meeting.secret))
+    return stream
+
+
+async def _reached(meeting: Meeting) -> socket.socket:
+    """Gives a connected socket. Raises: OSError."""
+    refusal = OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+    for family, _, _, _, address in await on_own_thread(partial(resolved, meeting.host, meeting.port)):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        error = errno.EINPROGRESS
+        try:
+            sock.setblocking(False)
+            error = sock.connect_ex(address)
+            if error == errno.EINPROGRESS:
+                await anyio.wait_writable(sock)
+                error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        finally:
+            if error:
+                sock.close()
+        if not error:
+            return sock
+        refusal = OSError(error, os.strerror(error))  # a name may have more addresses than are listened on
+    raise refusal
 
 
 async def _exactly(stream: ByteStream, num_bytes: int) -> bytes:
