@@ -16,6 +16,7 @@ from torch import distributed
 
 from megallm import MegatronLLM
 from megallm.core_async.builder import Parts
+from megallm.core_async.device.model import ModelHook
 from megallm.core_async.ranks.calls import LeaderCalls
 from megallm.core_async.ranks.leader import Leader
 from megallm.models.megatron_setup import quiet_megatron
@@ -95,7 +96,8 @@ def main() -> None:
             tensor_model_parallel_size=num_ranks, create_gloo_process_groups=False
         )
         model = split_gpt(distributed.get_rank(), num_ranks)
-    report: dict[str, object] = {}
+    hook = ModelHook(model)
+    report: dict[str, object] = {"dense, whole": [hook.is_dense, hook.is_whole]}
     with make_llm(model) as llm:
         if llm.is_primary_rank:
             report["greedy"] = ids_of(llm)

@@ -36,6 +36,11 @@ def test_greedy_ids_are_those_of_the_whole_model(reports: list[dict[str, Any]]) 
     assert prefix_hit_rate > 0.2
 
 
+def test_a_ranks_part_of_a_layer_runs_as_one_function(reports: list[dict[str, Any]]) -> None:
+    """Through megatron's modules a step would cost several times the host's time."""
+    assert [report["dense, whole"] for report in reports] == [[True, False]] * NUM_RANKS
+
+
 def test_pauses_and_suspends_of_every_kind_change_no_id(reports: list[dict[str, Any]]) -> None:
     """They reach every rank's cache, and every rank's program returns from its own call."""
     leader = reports[0]

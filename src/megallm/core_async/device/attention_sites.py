@@ -1,4 +1,4 @@
-"""Which of the user's modules the hook changes: attention layers, dense layers, linear layers of one rank.
+"""Which of the user's modules the hook changes: attention layers, dense layers, linear layers.
 
 With model.py the only file that imports megatron's modules. Looks at a model and changes nothing; refuses
 the first layer that is not known, by name.
@@ -106,17 +106,24 @@ def is_dense_layer(layer: MegatronModule) -> bool:
     return (
         head_norms <= {nn.RMSNorm, IdentityOp, type(None)}
         and has_dense_options(layer)
-        and all(map(is_plain_linear, linears))
+        and all(map(is_sliced_linear, linears))
+    )
+
+
+def is_sliced_linear(module: nn.Module) -> bool:
+    """Says whether a linear layer is a rank's part of one, or all of it: a product and at most a bias."""
+    if type(module) not in (ColumnParallelLinear, RowParallelLinear):
+        return False
+    linear: MegatronModule = module
+    is_sliced = getattr(linear, "input_is_parallel", True) and not getattr(linear, "gather_output", False)
+    return (
+        (is_sliced or get_pg_size(linear.tp_group) == 1)
+        and linear.gtp_remat_size == 1
+        and not linear.config.defer_embedding_wgrad_compute
     )
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Says whether a linear layer is one rank's whole layer, a product and at most a bias."""
-    if type(module) not in (ColumnParallelLinear, RowParallelLinear):
-        return False
+    """Says whether a linear layer is one rank's whole layer."""
     linear: MegatronModule = module
-    return (
-        get_pg_size(linear.tp_group) == 1
-        and linear.gtp_remat_size == 1
-        and not linear.config.defer_embedding_wgrad_compute
-    )
+    return is_sliced_linear(module) and get_pg_size(linear.tp_group) == 1

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 type MegatronModule = Any  # megatron's modules are untyped, and their attributes are what this file reads
@@ -145,6 +145,7 @@ def dense_layer(
         if module is not layer
         for kind in ("_forward_hooks", "_forward_pre_hooks")
     ]
+    attention_ranks, mlp_ranks = _sharers(attention.linear_proj), _sharers(mlp.linear_fc2)
     num_groups: int = attention.num_query_groups_per_partition
     head_dim: int = attention.hidden_size_per_attention_head
     query_norm, key_norm = _norm_or_none(attention.q_layernorm), _norm_or_none(attention.k_layernorm)
@@ -165,13 +166,14 @@ def dense_layer(
             key = _norm(ops, key_norm, key)
         attended = attend(query, key, value)
         hidden, normed = _add_linear_norm(
-            ops, hidden, attended, attention.linear_proj, layer.pre_mlp_layernorm
+            ops, hidden, attended, attention.linear_proj, layer.pre_mlp_layernorm, attention_ranks
         )
         gated = ops.gated_linear(normed, mlp.linear_fc1.weight, mlp.linear_fc1.bias)
         if following is None:
-            output = ops.add_linear(hidden, gated, mlp.linear_fc2.weight, mlp.linear_fc2.bias)
-            return output[:, None], None
-        output, normed = _add_linear_norm(ops, hidden, gated, mlp.linear_fc2, following.input_layernorm)
+            return _add_linear(ops, hidden, gated, mlp.linear_fc2, mlp_ranks)[:, None], None
+        output, normed = _add_linear_norm(
+            ops, hidden, gated, mlp.linear_fc2, following.input_layernorm, mlp_ranks
+        )
         output = output[:, None]
         carried.put(output, normed)
         return output, None
@@ -200,10 +202,41 @@ def _norm(ops: LayerOps, norm: MegatronModule, rows: Tensor) -> Tensor:
     return ops.rms_norm(rows, norm.weight, norm.eps)
 
 
-def _add_linear_norm(
-    ops: LayerOps, residual: Tensor, rows: Tensor, linear: MegatronModule, norm: MegatronModule
+def _sharers(linear: MegatronModule) -> distributed.ProcessGroup | None:
+    """Gives the ranks that hold a part of a row-parallel layer each; None where this one has all of it."""
+    group: distributed.ProcessGroup | None = linear.tp_group
+    return None if group is None or group.size() == 1 else group
+
+
+def _add_linear(
+    ops: LayerOps,
+    residual: Tensor,
+    rows: Tensor,
+    linear: MegatronModule,
+    sharers: distributed.ProcessGroup | None,
+) -> Tensor:
+    """Gives `residual + rows @ weight.T + bias`, the product being the sum of all ranks' parts."""
+    if sharers is None:
+        return ops.add_linear(residual, rows, linear.weight, linear.bias)
+    output = ops.linear(rows, linear.weight, None)
+    distributed.all_reduce(output, group=sharers)
+    output.add_(residual)
+    return output if linear.bias is None else output.add_(linear.bias)
+
+
+def _add_linear_norm(  # noqa: PLR0917 - a residual, a linear layer, a norm
+    ops: LayerOps,
+    residual: Tensor,
+    rows: Tensor,
+    linear: MegatronModule,
+    norm: MegatronModule,
+    sharers: distributed.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    return ops.add_linear_norm(residual, rows, linear.weight, linear.bias, norm.weight, norm.eps)
+    """Gives the same, and its norm."""
+    if sharers is None:
+        return ops.add_linear_norm(residual, rows, linear.weight, linear.bias, norm.weight, norm.eps)
+    output = _add_linear(ops, residual, rows, linear, sharers)
+    return output, _norm(ops, norm, output)
 
 
 def _linear(ops: LayerOps, linear: MegatronModule, rows: Tensor) -> Tensor:

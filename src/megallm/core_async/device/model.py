@@ -24,6 +24,7 @@ from megallm.core_async.device.attention_sites import (
     has_rope_to_turn,
     is_dense_layer,
     is_plain_linear,
+    is_sliced_linear,
 )
 from megallm.core_async.device.dense_layer import LayerOps, NextNorm, dense_layer
 from megallm.core_async.device.expert_layers import ExpertLayers
@@ -99,6 +100,8 @@ class ModelHook:
             is_dense_layer(site.layer) for site in self._sites
         )
         """Every layer runs as one function of its own: nothing in it asks the device for a number."""
+        self.is_whole = all(map(is_plain_linear, filter(is_sliced_linear, self._model.modules())))
+        """This rank has all of every layer that it has a part of."""
         self.experts = ExpertLayers(self._model)
         self.rope: RopeTable | None = None
         """What the attention backend turns by, while bound; None where it has nothing to turn."""
@@ -116,7 +119,7 @@ class ModelHook:
     ) -> None:
         """Puts `attention` on the model, one cache per attention layer; undone if anything fails.
 
-        Dense layers of one rank run as one function each, on `ops`.
+        Dense layers run as one function each, on `ops`.
         """
         assert not any(module.training for module in self._model.modules()), "the model is in training mode"
         if "megallm_is_bound" in vars(self._model):
@@ -299,8 +302,9 @@ class ModelHook:
     def _bind_detours(self, ops: LayerOps) -> None:
         """Spares modules what megatron does for gradients, for groups of one, and for CUDA."""
         for module in self._model.modules():
-            if is_plain_linear(module):
-                self._swap(module, "forward", plain_linear(module, ops.linear))
+            if is_sliced_linear(module):
+                if is_plain_linear(module):
+                    self._swap(module, "forward", plain_linear(module, ops.linear))
                 self._prepare(module, ops)
             elif isinstance(module, Router) and (self.experts.is_spread or self.shape.device.type == "cpu"):
                 self._swap(module, "gating", router_gate(module))

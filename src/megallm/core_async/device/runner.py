@@ -107,10 +107,11 @@ class TorchRunner:
             max_sequence_length=self._config.max_sequence_length,
             is_batch_invariant=self._config.batch_invariant,
         )
-        if self._config.batch_invariant and not (backend.is_batch_invariant and self._hook.is_dense):
+        is_invariant = backend.is_batch_invariant and self._hook.is_dense and self._hook.is_whole
+        if self._config.batch_invariant and not is_invariant:
             raise UnsupportedModelError(
-                "batch_invariant=True is for models of dense layers: in bfloat16 or float16 on a GPU with the"
-                " triton backend, and in float32 on a CPU where the kernels could be compiled (install g++);"
+                "batch_invariant=True is for models of dense layers on one rank: in bfloat16 or float16 on a GPU"
+                " with the triton backend, and in float32 on a CPU where the kernels could be compiled (install g++);"
                 " leave it off"
             )
         with torch.inference_mode():
@@ -131,8 +132,8 @@ class TorchRunner:
         if not self._hook.is_dense:
             log.info("steps run op by op: CUDA graphs are for models of dense layers alone")
             return
-        if self._pipeline is not None:
-            log.info("steps run op by op: CUDA graphs are for models that one stage has all layers of")
+        if self._pipeline is not None or not self._hook.is_whole:
+            log.info("steps run op by op: CUDA graphs are for models that one rank has all of")
             return
         config = self._config
         rows = row_sizes(config)
