@@ -110,8 +110,9 @@ class TorchRunner:
         is_invariant = backend.is_batch_invariant and self._hook.is_dense and self._hook.is_whole
         if self._config.batch_invariant and not is_invariant:
             raise UnsupportedModelError(
-                "batch_invariant=True is for models of dense layers on one rank: in bfloat16 or float16 on a GPU"
-                " with the triton backend, and in float32 on a CPU where the kernels could be compiled (install g++);"
+                "batch_invariant=True is for models of dense layers on one rank: in bfloat16 or float16 on a"
+                " GPU with the triton backend, and in float32 on a CPU where the kernels could be compiled"
+                " (install g++);"
                 " leave it off"
             )
         with torch.inference_mode():
