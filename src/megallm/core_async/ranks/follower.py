@@ -5,31 +5,26 @@ program pair with those of the leader's.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 from typing import assert_never
 
 import anyio
-import msgspec
 from anyio.abc import TaskStatus
 from msgspec import Struct
 
 from megallm.core_async.actors.detokenizer import Parcel
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.device.rank_group import Ranks
-from megallm.core_async.engine import Engine
-from megallm.core_async.errors import EngineStoppedError, RankLostError
-from megallm.core_async.kit.foreign import on_own_thread, poster
-from megallm.core_async.kit.outbox import Outbox, Outboxes
+from megallm.core_async.kit.foreign import poster
+from megallm.core_async.kit.outbox import Outboxes
 from megallm.core_async.kit.reply import Reply
 from megallm.core_async.kit.supervisor import Supervisor
-from megallm.core_async.messages import FollowStep, NewRequest, ReleaseCache, RestoreCache, TokenBatch
+from megallm.core_async.messages import FollowStep, ReleaseCache, RestoreCache, TokenBatch
 from megallm.core_async.plan.phases import Phase
 from megallm.core_async.protocols import Runner, Tokenizer
 from megallm.core_async.ranks.blame import RankWorker
-from megallm.core_async.ranks.together import SHUTDOWN, MadeCalls
-from megallm.core_async.ranks.watch import STEP_S, Watch, watch_of_calls
-from megallm.core_async.transport.frames import error_of, fault_of
+from megallm.core_async.ranks.led import Led
+from megallm.core_async.ranks.watch import STEP_S, Watch
 from megallm.core_async.transport.rank_frames import (
     FROM_LEADER,
     AskWhere,
@@ -37,7 +32,6 @@ from megallm.core_async.transport.rank_frames import (
     CallEnded,
     ChangeCache,
     End,
-    Failed,
     FromLeader,
     Gave,
     Go,
@@ -45,7 +39,7 @@ from megallm.core_async.transport.rank_frames import (
     RunStep,
     Started,
 )
-from megallm.core_async.transport.ranks import Meeting, RankStream, connect
+from megallm.core_async.transport.ranks import RankStream
 
 
 class _Job(Struct, eq=False):
@@ -55,7 +49,7 @@ class _Job(Struct, eq=False):
     answer: CacheChanged | None
 
 
-class Follower(Engine):
+class Follower(Led[FromLeader]):
     """One rank's part of an engine whose leader is another. `run` is its task."""
 
     def __init__(
@@ -67,27 +61,11 @@ class Follower(Engine):
         *,
         step_s: float = STEP_S,
     ) -> None:
-        """Nothing starts before `run`."""
-        super().__init__(config, runner, tokenizer)
-        self._ranks = ranks
-        self._own_name = ranks.names[ranks.place]
+        """Nothing starts before `run`. `step_s`: that a step may take at most."""
+        super().__init__(config, runner, tokenizer, ranks)
         self._step_s = step_s
-        self._leader: RankStream[FromLeader] | None = None
-        self._calls = MadeCalls(self._tell)
 
     # ---- running -------------------------------------------------------------------------------
-
-    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Follows the leader until that stops, a failure, or a cancel; ready once every rank is.
-
-        Raises: what the start of this rank raised; RankLostError when another's failed.
-        """
-        try:
-            await super().run(task_status=task_status)
-        finally:
-            self._calls.fail(self.error)
-            if self._leader is not None:
-                self._leader.close()
 
     def _build(self) -> None:
         self._post = poster()
@@ -95,40 +73,23 @@ class Follower(Engine):
         self._outboxes = Outboxes[Parcel](lambda: None)
         self._stop_asked = anyio.Event()
         self._has_ended = anyio.Event()
-        self._rank_worker = RankWorker(self._runner, self._own_name, self._report)
+        self._rank_worker = RankWorker(self._runner, self._own_name, self.report)
         self._jobs: deque[_Job] = deque()
         self._has_jobs = anyio.Event()
         self._num_done = 0
-        self._has_gone_on = anyio.Event()
 
     async def _start(self, supervisor: Supervisor) -> None:
-        records = await on_own_thread(partial(self._ranks.exchange, b""))
-        meeting = msgspec.msgpack.decode(records[0], type=Meeting)
-        leader = self._leader = await connect(meeting, self._ranks.place, self._ranks.names[0], FROM_LEADER)
+        leader = await self._meet(supervisor, FROM_LEADER)
         self._watch = Watch([leader], self._own_name, step_s=self._step_s)
-        self._calls_watch = watch_of_calls(leader, self._own_name)
-        await supervisor.start("to the leader", leader.flush)
         try:
             await supervisor.start("worker", self._rank_worker.run)
         except Exception as error:
-            self._tell_failure(RankLostError(f"rank {self._own_name} did not start: {error}"))
+            self._tell_of_start(error)
             raise
         leader.put(Started())
         await supervisor.start("from the leader", partial(self._read, leader))
         await supervisor.start("jobs", partial(self._do_jobs, leader))
-        await supervisor.start("calls", partial(self._calls.awaited.watch, self._calls_watch))
-        await self._has_gone_on.wait()
-
-    def _report(self, failure: RankLostError) -> None:
-        """Tells the leader of a failure, from the worker's thread: it says in return what all end with."""
-        self.post(partial(self._tell_failure, failure))
-
-    def _tell_failure(self, failure: RankLostError) -> None:
-        self._tell(Failed(fault_of(failure)))
-
-    def _tell(self, frame: Struct) -> None:
-        if self._leader is not None:
-            self._leader.put(frame)
+        await self._wait_for_all(supervisor)
 
     # ---- the leader ----------------------------------------------------------------------------
 
@@ -157,11 +118,7 @@ class Follower(Engine):
             case Go():
                 self._has_gone_on.set()
             case End(fault):
-                error = error_of(fault)
-                if not isinstance(error, EngineStoppedError) or not self._has_gone_on.is_set():
-                    raise error
-                self._is_stopping = True
-                self._stop_asked.set()
+                self._end(fault)
             case _:
                 assert_never(frame)
 
@@ -195,22 +152,6 @@ class Follower(Engine):
                 else:
                     leader.put(job.answer)
 
-    # ---- calls ---------------------------------------------------------------------------------
-
-    async def call_made(self, name: str) -> None:
-        """Waits until the leader's call of that name is over.
-
-        Raises: what the leader's call raised; EngineStoppedError, EngineDeadError.
-        """
-        self.check_alive()
-        await self._calls.made(name).wait()
-
-    async def wait_for_leader(self) -> None:
-        """Waits until the leader has shut down, or anything else has ended the engine."""
-        if self._is_started and not self._has_ended.is_set():
-            self._calls.made(SHUTDOWN)
-            await self._has_ended.wait()
-
     @property
     def phase(self) -> Phase:
         """Where the engine is, as far as this rank knows: what the leader pauses, pauses here too."""
@@ -219,15 +160,3 @@ class Follower(Engine):
         if self._is_stopping:
             return Phase.STOPPED if self._has_ended.is_set() else Phase.STOPPING
         return Phase.RUNNING if self._is_started else Phase.STARTING
-
-    async def submit(self, requests: Sequence[NewRequest]) -> Outbox[Parcel]:
-        """Refuses: requests go to the leader. Raises: RuntimeError."""
-        del requests
-        raise RuntimeError(f"rank {self._own_name} follows rank {self._ranks.names[0]}, which takes requests")
-
-    async def queue(self, requests: list[NewRequest]) -> None:
-        """Refuses, as `submit`. Raises: RuntimeError."""
-        await self.submit(requests)
-
-    def go_on(self) -> None:
-        """Does nothing: the leader goes on."""

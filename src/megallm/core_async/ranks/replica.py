@@ -4,28 +4,21 @@ An `Engine` that has, in place of detokeniser and readers, the socket to the coo
 program pair with those of the coordinator's.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import ClassVar, Final, assert_never
 
 import anyio
-import msgspec
 from anyio.abc import TaskStatus
-from msgspec import Struct
 
-from megallm.core_async.actors.detokenizer import Parcel
 from megallm.core_async.actors.worker import WorkerActor
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.device.rank_group import Ranks
-from megallm.core_async.engine import Engine
-from megallm.core_async.errors import EngineStoppedError, MegaLLMError, RankLostError
+from megallm.core_async.errors import MegaLLMError, RankLostError
 from megallm.core_async.kit.actor import Actor
-from megallm.core_async.kit.foreign import on_own_thread
-from megallm.core_async.kit.outbox import Outbox
 from megallm.core_async.kit.reply import Reply
 from megallm.core_async.kit.supervisor import Supervisor
 from megallm.core_async.messages import (
-    NewRequest,
     Pause,
     ReportPrefixes,
     Resume,
@@ -39,11 +32,10 @@ from megallm.core_async.plan.lockstep import Lockstep
 from megallm.core_async.plan.prefix_changes import PrefixChanges
 from megallm.core_async.protocols import Runner, Tokenizer
 from megallm.core_async.ranks.blame import RankWorker
-from megallm.core_async.ranks.together import SHUTDOWN, MadeCalls
-from megallm.core_async.ranks.watch import watch_of_calls
-from megallm.core_async.transport.frames import error_of, fault_of
+from megallm.core_async.ranks.led import Led
+from megallm.core_async.transport.frames import fault_of
 from megallm.core_async.transport.rank_frames import AskWhere, CallEnded, End, Failed, Go, Here
-from megallm.core_async.transport.ranks import Meeting, RankStream, connect
+from megallm.core_async.transport.ranks import RankStream
 from megallm.core_async.transport.replica_frames import (
     FROM_COORDINATOR,
     Close,
@@ -77,7 +69,7 @@ class Outlet(Actor[TokenBatch | OrderDone]):
         await self._pass_on(message)
 
 
-class Replica(Engine):
+class Replica(Led[FromCoordinator]):
     """One replica's engine, whose requests another rank routes to it. `run` is its task."""
 
     def __init__(
@@ -94,12 +86,8 @@ class Replica(Engine):
 
         `steps_together`: the replicas share experts; see plan/lockstep.py.
         """
-        super().__init__(config, runner, tokenizer, make_worker=make_worker)
+        super().__init__(config, runner, tokenizer, replicas, make_worker=make_worker)
         self._max_waiting = NO_LIMIT  # the coordinator bounds what waits at all replicas together
-        self._replicas = replicas
-        self._own_name = replicas.names[replicas.place]
-        self._coordinator: RankStream[FromCoordinator] | None = None
-        self._calls = MadeCalls(self._tell)
         if config.routing_policy != "load_balanced":
             self._prefix_changes = PrefixChanges()
         if steps_together:
@@ -107,49 +95,20 @@ class Replica(Engine):
 
     # ---- running -------------------------------------------------------------------------------
 
-    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serves the coordinator until that stops, a failure, or a cancel; ready once every replica is.
-
-        Raises: what the start of this replica raised; RankLostError when another's failed.
-        """
-        try:
-            await super().run(task_status=task_status)
-        finally:
-            self._calls.fail(self.error)
-            if self._coordinator is not None:
-                self._coordinator.close()
-
-    def _build(self) -> None:
-        super()._build()
-        self._has_gone_on = anyio.Event()
-
     def _make_detokenizer(self) -> Actor[TokenBatch]:
         self._outlet = Outlet(self._pass_on)
         return self._outlet  # type: ignore[return-value] - it takes more than batches
 
     async def _start(self, supervisor: Supervisor) -> None:
-        records = await on_own_thread(partial(self._replicas.exchange, b""))
-        meeting = msgspec.msgpack.decode(records[0], type=Meeting)
-        name = self._replicas.names[0]
-        coordinator: RankStream[FromCoordinator] = await connect(
-            meeting, self._replicas.place, name, FROM_COORDINATOR
-        )
-        self._coordinator = coordinator
-        self._watch = watch_of_calls(coordinator, self._own_name)
-        await supervisor.start("to the coordinator", coordinator.flush)
+        coordinator = await self._meet(supervisor, FROM_COORDINATOR)
         await supervisor.start("from the coordinator", partial(self._read, coordinator, supervisor))
         try:
             await super()._start(supervisor)
         except Exception as error:
-            self._tell(Failed(fault_of(RankLostError(f"rank {self._own_name} did not start: {error}"))))
+            self._tell_of_start(error)
             raise
         self._tell(ReplicaStarted(anyio.current_time()))
-        await supervisor.start("calls", partial(self._calls.awaited.watch, self._watch))
-        await self._has_gone_on.wait()
-
-    def report(self, failure: RankLostError) -> None:
-        """Tells the coordinator of a failure at once, from the worker's thread."""
-        self.post(partial(self._tell, Failed(fault_of(failure))))
+        await self._wait_for_all(supervisor)
 
     def _fail(self, failure: Exception) -> None:
         super()._fail(failure)
@@ -174,10 +133,6 @@ class Replica(Engine):
     def _note_change(self) -> None:
         self._tell(Figures(self._stats))
 
-    def _tell(self, frame: Struct) -> None:
-        if self._coordinator is not None:
-            self._coordinator.put(frame)
-
     # ---- the coordinator -----------------------------------------------------------------------
 
     async def _read(
@@ -192,9 +147,7 @@ class Replica(Engine):
             for frame in await coordinator.receive():
                 await self._take(frame, supervisor)
 
-    async def _take(  # noqa: C901 - one case a frame
-        self, frame: FromCoordinator, supervisor: Supervisor
-    ) -> None:
+    async def _take(self, frame: FromCoordinator, supervisor: Supervisor) -> None:
         match frame:
             case Queue(requests):
                 await self._scheduler.address.ask(Submit(requests))
@@ -211,15 +164,11 @@ class Replica(Engine):
             case AskWhere():
                 self._tell(Here(0))  # which step is nobody's question here
             case Here():
-                self._watch.answered(self._replicas.names[0], 0)
+                self._calls_watch.answered(self._leader_name, 0)
             case Go():
                 self._has_gone_on.set()
             case End(fault):
-                error = error_of(fault)
-                if not isinstance(error, EngineStoppedError) or not self._has_gone_on.is_set():
-                    raise error
-                self._is_stopping = True
-                self._stop_asked.set()
+                self._end(fault)
             case _:
                 assert_never(frame)
 
@@ -251,35 +200,7 @@ class Replica(Engine):
 
     # ---- calls ---------------------------------------------------------------------------------
 
-    async def call_made(self, name: str) -> None:
-        """Waits until the coordinator's call of that name is over.
-
-        Raises: what the coordinator's call raised; EngineStoppedError, EngineDeadError.
-        """
-        self.check_alive()
-        await self._calls.made(name).wait()
-
     def call_failed(self, what: str) -> None:
         """Tells the coordinator of a call that this replica's own ranks have not made alike."""
         if self._is_started and not self._has_ended.is_set():
             self._calls.made(what)
-
-    async def wait_for_leader(self) -> None:
-        """Waits until the coordinator has shut down, or anything else has ended the engine."""
-        if self._is_started and not self._has_ended.is_set():
-            self._calls.made(SHUTDOWN)
-            await self._has_ended.wait()
-
-    async def submit(self, requests: Sequence[NewRequest]) -> Outbox[Parcel]:
-        """Refuses: requests go to the coordinator. Raises: RuntimeError."""
-        del requests
-        raise RuntimeError(
-            f"rank {self._own_name} runs what rank {self._replicas.names[0]} sends it, which takes requests"
-        )
-
-    async def queue(self, requests: list[NewRequest]) -> None:
-        """Refuses, as `submit`. Raises: RuntimeError."""
-        await self.submit(requests)
-
-    def go_on(self) -> None:
-        """Does nothing: the coordinator goes on."""
