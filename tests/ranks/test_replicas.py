@@ -6,6 +6,8 @@ import anyio
 import pytest
 
 from megallm.core_async.errors import EngineStoppedError, RankLostError
+from megallm.core_async.transport.ranks import RankStream
+from megallm.core_async.transport.replica_frames import FromCoordinator
 from tests.loops import EVERY_LOOP
 from tests.ranks.in_process_replicas import Fleet, new_fleet, running_fleet
 
@@ -63,3 +65,16 @@ async def test_a_replica_whose_program_ends_it_is_lost_and_no_other() -> None:
         completions = await fleet.rig.complete(*(fleet.rig.request([each]) for each in range(6)))
         assert {each.finish_reason for each in completions} == {"length"}
         assert list(fleet.coordinator.replicas.links) == [2]
+
+
+async def test_a_submission_is_one_frame_there_and_a_step_one_frame_back() -> None:
+    """However many requests: what the coordinator's loop does for a replica must not grow with them."""
+    async with running_fleet() as fleet:
+        link = fleet.coordinator.replicas.links[1]
+        back: RankStream[FromCoordinator] = vars(fleet.others[0])["_leader"]
+        for count in (2, 24):
+            sent, returned, steps = link.stream.num_frames, back.num_frames, fleet.num_steps()[1]
+            await fleet.rig.complete(*(fleet.rig.request([each], 20) for each in range(count)))
+            assert link.stream.num_frames - sent == 1
+            # and one that says that the replica has come to rest
+            assert back.num_frames - returned <= fleet.num_steps()[1] - steps + 2
