@@ -206,8 +206,10 @@ def run(
         loader = partial(load, **chosen)
         names = [option.replace("-", "_") for option in MEETING]
         meeting = {name: value for name in names if (value := vars(options).get(name)) is not None}
-        openers = [partial(each, **meeting) for each in (open_engine, open_serving)]
-        at = Surroundings(loader, *openers, stdin, stdout, stderr, check_port=check_port)
+        opening_engine, opening_serving = (partial(each, **meeting) for each in (open_engine, open_serving))
+        at = Surroundings(
+            loader, opening_engine, opening_serving, stdin, stdout, stderr, check_port=check_port
+        )
         return COMMANDS[options.command].run(options, _on_rank(at, options, rank))
     except KeyboardInterrupt:
         if not rank.rank:
