@@ -13,7 +13,7 @@ from torch import distributed
 
 from megallm.core_async.config import EngineConfig, ModelLimits
 from megallm.core_async.device.memory import free_bytes
-from megallm.core_async.device.model import ModelHook
+from megallm.core_async.device.model import ModelHook, ModelShape
 from megallm.core_async.device.pipeline import check_stage, pipeline_of
 from megallm.core_async.device.runner import TorchRunner
 from megallm.core_async.engine import Engine
@@ -111,10 +111,11 @@ def build(  # the constructor's arguments, which are the public API
         _check_model(model, use_coordinator=use_coordinator)
         _check_wrapper(inference_wrapper_cls)
         _warn_of_unused(settings)
-        _check_part(model, topology, is_direct=role.is_direct)
+        hook = ModelHook(model)
+        _check_part(model, hook, topology, is_direct=role.is_direct)
         return EngineConfig.derive(
             settings,
-            _limits_of(model, settings),
+            _limits_of(model, hook.shape, settings),
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
         )
@@ -158,7 +159,7 @@ def _refuse_chunks(model: Any) -> None:  # Any: the caller's own
         )
 
 
-def _check_part(model: torch.nn.Module, topology: Topology, *, is_direct: bool) -> None:
+def _check_part(model: torch.nn.Module, hook: ModelHook, topology: Topology, *, is_direct: bool) -> None:
     """Sees that the model's layers and megatron's groups agree: else ranks would wait for each other."""
     if topology.shares_experts and is_direct:
         raise ValueError(
@@ -166,7 +167,7 @@ def _check_part(model: torch.nn.Module, topology: Topology, *, is_direct: bool) 
             " replicas in step; use the coordinator"
         )
     check_stage(model, topology.stages, leads=topology.ranks is not None and topology.leads)
-    experts = ModelHook(model).experts
+    experts = hook.experts
     if experts.is_spread and not topology.shares_experts:
         raise UnsupportedModelError(
             f"the experts are spread over ranks {list(experts.ranks)}, of which InferenceConfig.pg_collection"
@@ -199,8 +200,7 @@ def _log_steps(engine: Engine, settings: InferenceConfig) -> None:
     engine.times.on_result = steps.observe
 
 
-def _limits_of(model: torch.nn.Module, settings: InferenceConfig) -> ModelLimits:
-    shape = ModelHook(model).shape
+def _limits_of(model: torch.nn.Module, shape: ModelShape, settings: InferenceConfig) -> ModelLimits:
     per_token = sum(
         layer.num_kv_heads * (layer.head_dim + layer.value_head_dim) * shape.dtype.itemsize
         for layer in shape.attention_layers

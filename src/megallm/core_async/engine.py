@@ -14,14 +14,14 @@ import anyio
 from anyio.abc import TaskStatus
 
 from megallm.core_async.actors.allocator import Allocator
-from megallm.core_async.actors.detokenizer import Detokenizer, Parcel
+from megallm.core_async.actors.detokenizer import Detokenizer, OutputActor, Parcel
 from megallm.core_async.actors.lifecycle import LifecycleActor
 from megallm.core_async.actors.scheduler import Scheduler
 from megallm.core_async.actors.worker import Worker, WorkerActor
 from megallm.core_async.config import EngineConfig, check_epoch
 from megallm.core_async.device.cuda_profiler import profile_cuda
 from megallm.core_async.errors import ActorGone, EngineBusy, EngineDeadError, EngineStoppedError
-from megallm.core_async.kit.actor import Actor, MailboxAddress
+from megallm.core_async.kit.actor import MailboxAddress
 from megallm.core_async.kit.foreign import poster
 from megallm.core_async.kit.gate import Gate
 from megallm.core_async.kit.outbox import Outbox, Outboxes
@@ -39,7 +39,6 @@ from megallm.core_async.messages import (
     StepResult,
     Submit,
     Suspend,
-    TokenBatch,
     Unpause,
 )
 from megallm.core_async.plan.block_pool import BlockPool
@@ -140,7 +139,7 @@ class Engine:
             self._gate, *addresses, self._link, config.kv_mode, on_phase=self._note_change
         )
 
-    def _make_detokenizer(self) -> Actor[TokenBatch]:
+    def _make_detokenizer(self) -> OutputActor:
         return Detokenizer(self._tokenizer.detokenize, self._outboxes, self.times, self.routes)
 
     async def _start(self, supervisor: Supervisor) -> None:

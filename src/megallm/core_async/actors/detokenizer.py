@@ -3,10 +3,12 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
+
+from anyio.abc import TaskStatus
 
 from megallm.core_async.errors import RequestFailedError
-from megallm.core_async.kit.actor import Actor
+from megallm.core_async.kit.actor import Actor, Address
 from megallm.core_async.kit.outbox import Outbox, Outboxes
 from megallm.core_async.messages import (
     Completion,
@@ -18,13 +20,22 @@ from megallm.core_async.messages import (
     unpack_floats,
     unpack_ints,
 )
-from megallm.core_async.plan.output import Output, Place, places_of
+from megallm.core_async.plan.output import Output, places_of
 from megallm.core_async.plan.pace import Pace
 from megallm.core_async.step_times import StepTimes
 from megallm.core_async.transport.routes import Routes
 
 type Parcel = Delta | Completion | Progress
 """What an outbox carries."""
+
+
+class OutputActor(Protocol):
+    """Who hears what each step gave: a detokeniser, or what passes it on to one elsewhere."""
+
+    @property
+    def address(self) -> Address[TokenBatch]: ...
+
+    async def run(self, *, task_status: TaskStatus[None]) -> None: ...
 
 
 class Detokenizer(Actor[TokenBatch]):
@@ -115,8 +126,7 @@ class Detokenizer(Actor[TokenBatch]):
     def _add_log_probs(self, batch: TokenBatch) -> None:
         """Appends the log-probs of a batch, where a request wants them."""
         log_probs = unpack_floats(batch.log_probs)
-        no_place: Place = []
-        places = places_of(batch.top) if batch.top is not None else [no_place] * len(log_probs)
+        places = places_of(batch.top, len(log_probs))
         for request_id, log_prob, place in zip(batch.requests, log_probs, places, strict=True):
             output = self._outputs.get(request_id)
             if output is not None and output.spec.wants_log_probs:

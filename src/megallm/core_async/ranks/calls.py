@@ -80,7 +80,7 @@ class LeaderCalls(Calls):
         except Exception as error:
             fault = fault_of(error)
             raise
-        except BaseException:
+        except BaseException:  # a cancel: the other ranks wait for the call's end
             fault = fault_of(LifecycleError(f"the leader's {name} was cancelled"))
             raise
         finally:
@@ -114,7 +114,7 @@ class ReplicaCalls(LeaderCalls):
 
         try:
             await super().together(name, follow)
-        except BaseException as error:
+        except BaseException as error:  # a cancel too
             if not has_begun:  # the other replicas wait for this one's call, and hear why it does not come
                 why = str(error) if isinstance(error, Exception) else "it was cancelled"
                 self._replica.call_failed(f"{name} in vain ({why})")

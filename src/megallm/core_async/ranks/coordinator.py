@@ -13,6 +13,7 @@ import anyio
 from anyio import lowlevel
 from msgspec import structs
 
+from megallm.core_async.actors.detokenizer import OutputActor
 from megallm.core_async.actors.router import Router
 from megallm.core_async.actors.worker import WorkerActor
 from megallm.core_async.config import EngineConfig, check_epoch
@@ -25,7 +26,6 @@ from megallm.core_async.errors import (
     LifecycleError,
     RankLostError,
 )
-from megallm.core_async.kit.actor import Actor
 from megallm.core_async.kit.supervisor import Supervisor
 from megallm.core_async.messages import (
     DropRank,
@@ -110,10 +110,11 @@ class Coordinator(Engine):
         self._router = Router(table, max_pending=limits.max_waiting + limits.max_requests)
         super()._build()
 
-    def _make_detokenizer(self) -> Actor[TokenBatch]:
-        return SharedDetokenizer(
+    def _make_detokenizer(self) -> OutputActor:
+        self._text = SharedDetokenizer(
             self._tokenizer.detokenize, self._outboxes, self.times, self.routes, on_batch=self._note_batch
         )
+        return self._text
 
     async def _start(self, supervisor: Supervisor) -> None:
         await supervisor.start("router", self._router.run)
@@ -152,9 +153,9 @@ class Coordinator(Engine):
 
     async def took_output(self, link: ReplicaLink, output: Output) -> None:
         """See Listener."""
-        while self._detokenizer.address.room < HEADROOM:
+        while self._text.address.room < HEADROOM:
             await lowlevel.checkpoint()
-        self._detokenizer.address.tell(link.output_of(output))
+        self._text.address.tell(link.output_of(output))
         self._note_prefixes(link.place, output.prefixes)
 
     def figures_changed(self, link: ReplicaLink, prefixes: PrefixReport | None) -> None:
@@ -203,7 +204,7 @@ class Coordinator(Engine):
         endings = [Finished(request_id, "error", str(why)) for request_id in failed]
         now_s = anyio.current_time()
         batch = TokenBatch(never, [], pack_ints([]), pack_floats([]), endings, now_s)
-        self._detokenizer.address.tell(batch)
+        self._text.address.tell(batch)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class Coordinator(Engine):
             left = await self._send(requests)
             while left:  # to a replica that was lost since the router answered, which knows it by now
                 left = await self._send(left)
-        except BaseException:
+        except BaseException:  # a cancel too leaves nothing queued, there or here
             self.close_requests([request.request_id for request in requests])
             raise
 

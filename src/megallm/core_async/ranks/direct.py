@@ -11,11 +11,10 @@ import anyio
 import msgspec
 from msgspec import structs
 
-from megallm.core_async.actors.detokenizer import Detokenizer, Parcel
+from megallm.core_async.actors.detokenizer import Detokenizer, OutputActor, Parcel
 from megallm.core_async.actors.worker import WorkerActor
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.engine import Engine
-from megallm.core_async.kit.actor import Actor
 from megallm.core_async.kit.outbox import Outbox, Outboxes
 from megallm.core_async.kit.supervisor import Supervisor
 from megallm.core_async.messages import (
@@ -72,13 +71,13 @@ class DirectLeader(Engine):
 
         try:
             await self.calls.together(call_of(requests), queue)
-        except BaseException:
+        except BaseException:  # a cancel too leaves nothing queued
             for outbox in opened:
                 outbox.close()
             raise
         return opened[0]
 
-    def _make_detokenizer(self) -> Actor[TokenBatch]:
+    def _make_detokenizer(self) -> OutputActor:
         return SharedDetokenizer(
             self._tokenizer.detokenize, self._outboxes, self.times, self.routes, on_batch=self._share
         )
@@ -119,7 +118,7 @@ class DirectFollower(Follower):
         self._not_started.update((request.request_id, request.text) for request in requests)
         try:
             await self.call_made(call_of(requests))
-        except BaseException:
+        except BaseException:  # a cancel too leaves nobody reading
             outbox.close()
             raise
         return outbox

@@ -11,6 +11,7 @@ from typing import ClassVar, Final, assert_never
 import anyio
 from anyio.abc import TaskStatus
 
+from megallm.core_async.actors.detokenizer import OutputActor
 from megallm.core_async.actors.worker import WorkerActor
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.device.rank_group import Ranks
@@ -95,9 +96,9 @@ class Replica(Led[FromCoordinator]):
 
     # ---- running -------------------------------------------------------------------------------
 
-    def _make_detokenizer(self) -> Actor[TokenBatch]:
+    def _make_detokenizer(self) -> OutputActor:
         self._outlet = Outlet(self._pass_on)
-        return self._outlet  # type: ignore[return-value] - it takes more than batches
+        return self._outlet
 
     async def _start(self, supervisor: Supervisor) -> None:
         coordinator = await self._meet(supervisor, FROM_COORDINATOR)
