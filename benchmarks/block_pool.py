@@ -18,7 +18,6 @@ the thread.
 
 import argparse
 import statistics
-import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from benchmarks.measure import alternate
-from benchmarks.report import Report, Table, significant
+from benchmarks.report import Report, Table, show_progress, significant
 from benchmarks.steady_batch import SteadyBatch
 from megallm.core_async.messages import Admission, FilledBlocks, Ints, ReserveBlocks, Row
 from megallm.core_async.plan.block_pool import BlockPool
@@ -130,7 +129,7 @@ class Costs(Struct, frozen=True):
 
 def measure_blocks(num_blocks: int, block_size: int, num_measured: int) -> Costs:
     """Measures each operation in a pool of so many blocks, on about `num_measured` of them."""
-    print(f"block_pool: {num_blocks:,} blocks", file=sys.stderr)
+    show_progress(f"block_pool: {num_blocks:,} blocks")
     few, sweep = (
         Turns(num_blocks, block_size, in_use=in_use).measure(
             max(2, num_measured // in_use), changes_prompts=changes_prompts
@@ -258,7 +257,7 @@ def _wish(
 
 def measure_caching(batch: int, block_size: int, num_steps: int, step_ms: float) -> dict[str, Any]:
     """Gives microseconds of a scheduler's step without and with prefix caching, and what it adds."""
-    print(f"block_pool: a step of {batch} rows", file=sys.stderr)
+    show_progress(f"block_pool: a step of {batch} rows")
 
     def us_per_step(*, shares_prefixes: bool) -> float:
         steady = SteadyBatch(batch, block_size, shares_prefixes=shares_prefixes)

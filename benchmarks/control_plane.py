@@ -19,7 +19,6 @@ import contextlib
 import importlib.util
 import random
 import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -30,7 +29,7 @@ from msgspec import Struct
 
 from benchmarks.free_engine import FreeRunner, Mark, Meter, OneLetter, counted_messages
 from benchmarks.load import SEED, random_prompts
-from benchmarks.report import Report, Table, significant
+from benchmarks.report import Report, Table, show_progress, significant
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.engine import Engine
 from megallm.core_async.messages import NewRequest, RequestId, Sampling, TextSpec, pack_ints
@@ -81,7 +80,7 @@ def run(options: argparse.Namespace) -> Report:
             notes.append("uvloop is left out: it is not installed (pip install 'megallm[fast]')")
             continue
         for batch in options.batches:
-            print(f"control_plane: {loop}, batch {batch}", file=sys.stderr)
+            show_progress(f"control_plane: {loop}, batch {batch}")
             results.append(measure(loop, batch, schedule, options.block_size))
     columns = ("loop", "batch", "us_per_step", "best_us_per_step", "cpu_us_per_step", "messages_per_step")
     rows: list[Any] = [tuple(row[column] for column in columns) for row in results]  # Any: cells, by column

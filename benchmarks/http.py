@@ -30,7 +30,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.free_engine import FreeStep
 from benchmarks.http_load import Times
-from benchmarks.report import Report, Table, significant
+from benchmarks.report import Report, Table, show_progress, significant
 from megallm.core_async.config import EngineConfig
 from megallm.core_async.engine import Engine
 from megallm.core_async.kit.foreign import wait_for
@@ -139,7 +139,7 @@ async def measure(options: argparse.Namespace, step_ms: float) -> list[dict[str,
         await wait_for(server.started)
         for num_streams in options.streams:
             num_tokens = max(64, min(256, options.tokens // num_streams))
-            print(f"http: {num_streams} streams, steps of {step_ms:g} ms", file=sys.stderr)
+            show_progress(f"http: {num_streams} streams, steps of {step_ms:g} ms")
             rows.append(await row(server, "stream", num_streams, num_tokens, step_ms))
         if not step_ms:
             rows.append(await row(server, "request", options.requests, 1, step_ms))

@@ -31,7 +31,7 @@ class Case(Struct, frozen=True):
             lengths = [(generator.randint(100, 1024), generator.randint(100, 1024)) for _ in range(256)]
             return cls(text, *zip(*lengths, strict=True))
         numbers = spec.split(":")
-        if len(numbers) != 3 or not all(part.isdecimal() and int(part) for part in numbers):  # noqa: PLR2004
+        if len(numbers) != 3 or not all(part.isdecimal() and int(part) for part in numbers):  # noqa: PLR2004 - as many as are named below
             raise ValueError(
                 f"case is {text!r}; it must be PROMPTS:IN:OUT, three numbers from 1 up, or {', '.join(NAMED)}"
             )

@@ -10,11 +10,10 @@ engine's, and the plain pass's. `same` counts greedy tokens, up to each text's f
 
 import argparse
 import random
-import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.load import SEED
-from benchmarks.report import Cell, Report, Table, significant
+from benchmarks.report import Cell, Report, Table, show_progress, significant
 from benchmarks.shapes import SHAPES, NumberTokenizer
 from megallm.models.checkpoint import Hyperparameters
 
@@ -71,7 +70,7 @@ def run(options: argparse.Namespace) -> Report:
         trio = _twins(name)
         for backend in options.backends.split(","):
             for num_graphs in (None, 0) if has_gpu else (None,):
-                print(f"numerics: {name}, {backend}, graphs {num_graphs}", file=sys.stderr)
+                show_progress(f"numerics: {name}, {backend}, graphs {num_graphs}")
                 results.append(
                     {
                         "model": name,
@@ -92,11 +91,11 @@ def _cell(value: object) -> Cell:
 
 def _twins(name: str) -> tuple[Any, Any, Any]:  # Any: megatron's models are untyped, tokenizers of any kind
     """Gives a model as it runs, its weights in float32 on the CPU, and a tokenizer."""
-    import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - slow to import
 
-    from megallm import load_model  # noqa: PLC0415
-    from megallm.models.gpt import random_gpt  # noqa: PLC0415
-    from megallm.models.megatron_setup import ensure_process_groups, quiet_megatron  # noqa: PLC0415
+    from megallm import load_model  # noqa: PLC0415 - slow to import
+    from megallm.models.gpt import random_gpt  # noqa: PLC0415 - slow to import
+    from megallm.models.megatron_setup import ensure_process_groups, quiet_megatron  # noqa: PLC0415 - slow to import
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -124,9 +123,9 @@ def _measured(
     options: argparse.Namespace,
 ) -> dict[str, object]:
     """Generates, and compares."""
-    import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - slow to import
 
-    from megallm import InferenceConfig, MegatronLLM, SamplingParams  # noqa: PLC0415
+    from megallm import InferenceConfig, MegatronLLM, SamplingParams  # noqa: PLC0415 - slow to import
 
     model, exact, tokenizer = trio
     prompts = _prompts(model.vocab_size, options)
@@ -194,7 +193,7 @@ def _distances(apart: "Tensor") -> dict[str, object]:
 
 def _log_probs(model: Any, prompt: list[int], output: list[int]) -> "Tensor":
     """Gives the plain forward pass's log-probs of the output. Any: megatron's model is untyped."""
-    import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - slow to import
 
     logits = _logits(model, prompt + output[:-1])[len(prompt) - 1 :]
     return logits.log_softmax(-1).gather(1, torch.tensor(output)[:, None])[:, 0]
@@ -212,9 +211,9 @@ def _same(model: Any, prompt: list[int], output: list[int]) -> tuple[int, int]:
 
 def _logits(model: Any, tokens: list[int]) -> "Tensor":
     """Gives `[tokens, vocab]` of an unmodified forward pass, in float32 on the CPU."""
-    import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - slow to import
 
-    from benchmarks.plain_forward import plain_logits  # noqa: PLC0415
+    from benchmarks.plain_forward import plain_logits  # noqa: PLC0415 - slow to import
 
     with torch.inference_mode():
         return plain_logits(model, tokens).float().cpu()

@@ -12,7 +12,6 @@ of which `plan` and `post` run beside another step's `forward`.
 import argparse
 import importlib.util
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from benchmarks.load import NAMED, Case
 from benchmarks.measure import alternate, num_cores
-from benchmarks.report import Cell, Report, Table, significant
+from benchmarks.report import Cell, Report, Table, show_progress, significant
 from benchmarks.shapes import SHAPES, random_model
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def run(options: argparse.Namespace) -> Report:
     with ExitStack() as stack:
         engines = _open(names, options, stack)
         for case in cases:
-            print(f"offline: {case.name}, {options.repetitions} turns of {', '.join(names)}", file=sys.stderr)
+            show_progress(f"offline: {case.name}, {options.repetitions} turns of {', '.join(names)}")
             runs = {name: partial(engine.run, case) for name, engine in engines.items()}
             alternate(runs, 1)  # warms up
             measured[case] = alternate(runs, options.repetitions)
@@ -134,9 +133,9 @@ def _open(names: Iterable[str], options: argparse.Namespace, stack: ExitStack) -
     """Starts the engines, each on weights of its own; `stack` closes them."""
     import torch  # noqa: PLC0415 - takes seconds, which `--help` need not wait for
 
-    from benchmarks.offline_engines import Megallm, Transformers  # noqa: PLC0415
-    from megallm import load_model  # noqa: PLC0415
-    from megallm.models.load import find_file, open_checkpoint  # noqa: PLC0415
+    from benchmarks.offline_engines import Megallm, Transformers  # noqa: PLC0415 - with torch
+    from megallm import load_model  # noqa: PLC0415 - with torch
+    from megallm.models.load import find_file, open_checkpoint  # noqa: PLC0415 - with torch
 
     torch.set_num_threads(options.threads)
     load = random_model if options.model in SHAPES else load_model

@@ -40,7 +40,7 @@ class LoadCase(Struct, frozen=True):
         Raises: ValueError naming the text and what it must be.
         """
         *numbers, kind = text.split(":")
-        if len(numbers) != 4 or kind not in ("s", "n") or not all(map(str.isdecimal, numbers)):  # noqa: PLR2004
+        if len(numbers) != 4 or kind not in ("s", "n") or not all(map(str.isdecimal, numbers)):  # noqa: PLR2004 - as many as are named below
             raise ValueError(f"case is {text!r}; it must be REQUESTS:CONCURRENCY:IN:OUT:s, or :n at the end")
         return cls(*map(int, numbers), is_streamed=kind == "s")
 

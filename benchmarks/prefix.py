@@ -8,7 +8,6 @@ have to be equal.
 
 import argparse
 import statistics
-import sys
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from msgspec import Struct
 
 from benchmarks.load import random_prompts
 from benchmarks.measure import alternate, num_cores
-from benchmarks.report import Report, Table, significant
+from benchmarks.report import Report, Table, show_progress, significant
 
 
 class Outcome(Struct, frozen=True):
@@ -89,7 +88,7 @@ def _ask(options: argparse.Namespace, model: Any, tokenizer: Any, *, caches: boo
     """Asks all questions at once, of a new engine that has run one other prompt."""
     from megallm import InferenceConfig, MegatronLLM, SamplingParams  # noqa: PLC0415 - slow to import
 
-    print(f"prefix: cache {'on' if caches else 'off'}", file=sys.stderr)
+    show_progress(f"prefix: cache {'on' if caches else 'off'}")
     system, *questions = random_prompts(
         (options.system, *[options.question_tokens] * options.questions), tokenizer.vocab_size
     )

@@ -5,6 +5,7 @@ Knows no suite. The JSON object is the last line of stdout, `{"suite", "machine"
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -47,6 +48,11 @@ def show(report: Report, machine: dict[str, object], *, stdout: TextIO, out: Pat
     print(line, file=stdout)
 
 
+def show_progress(text: str) -> None:
+    """Says on stderr how far a suite is; stdout has what it gives, and nothing else."""
+    print(text, file=sys.stderr)
+
+
 def format_table(table: Table) -> str:
     """Gives the table as lines of equal width: texts to the left, numbers to the right."""
     cells = [[_text(value) for value in row] for row in table.rows]
@@ -76,7 +82,7 @@ def _text(value: Cell) -> str:
         case int():
             return f"{value:,}"
         case _:
-            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.{_decimals(value)}f}"  # noqa: PLR2004
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.{_decimals(value)}f}"  # noqa: PLR2004 - four digits
 
 
 def _decimals(value: float) -> int:

@@ -83,13 +83,13 @@ def random_model(
     """Gives a model of `SHAPES` or of a shape, on the GPU if there is one. Any: it is untyped."""
     import torch  # noqa: PLC0415 - takes seconds, which `--help` need not wait for
 
-    from megallm.models.megatron_setup import ensure_process_groups, quiet_megatron  # noqa: PLC0415
+    from megallm.models.megatron_setup import ensure_process_groups, quiet_megatron  # noqa: PLC0415 - with torch
 
     size = SHAPES[shape] if isinstance(shape, str) else shape
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
     with quiet_megatron():
-        from megallm.models.gpt import random_gpt  # noqa: PLC0415
+        from megallm.models.gpt import random_gpt  # noqa: PLC0415 - with torch
 
         ensure_process_groups()
         return random_gpt(size, dtype=kind, device=where), NumberTokenizer(size.vocab_size)

@@ -10,7 +10,6 @@ first token grow with the length of the run, and say nothing else.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Final
 import anyio
 
 from benchmarks.measure import ROOT
-from benchmarks.report import Report, Table, significant
+from benchmarks.report import Report, Table, show_progress, significant
 from benchmarks.simulate_cost import CostModel
 from benchmarks.simulate_service import Service, VirtualLoop
 from benchmarks.simulate_trace import Arrival, Recorded, Synthetic
@@ -86,7 +85,7 @@ def run(options: argparse.Namespace) -> Report:
     cost = CostModel.read(options.cost, options.shape)
     results: list[dict[str, Any]] = []  # Any: cells of a table
     for policy in RoutingPolicy if ALL in options.policies else options.policies:
-        print(f"simulate: {policy}, {options.replicas} replicas", file=sys.stderr)
+        show_progress(f"simulate: {policy}, {options.replicas} replicas")
         results.append({"policy": policy, "replicas": options.replicas, **simulate(options, cost, policy)})
     tables = [
         _table("Routing", results, ROUTING_COLUMNS),

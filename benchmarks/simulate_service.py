@@ -3,14 +3,13 @@
 import argparse
 import asyncio
 import heapq
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import anyio
 import numpy as np
 
-from benchmarks.report import significant
+from benchmarks.report import show_progress, significant
 from benchmarks.simulate_cost import CostModel
 from benchmarks.simulate_replica import Replica
 from benchmarks.simulate_trace import VOCAB_SIZE, Arrival
@@ -140,7 +139,7 @@ class Service:
                 if self._num_came + self._num_ended >= reported + REPORTED_AT_ONCE:
                     reported = self._num_came + self._num_ended
                     done = f"{self._num_came:,} requests came, {self._num_ended:,} have ended"
-                    print(f"simulate: {self._now_s:.1f} s, {done}", file=sys.stderr)
+                    show_progress(f"simulate: {self._now_s:.1f} s, {done}")
             tasks.cancel_scope.cancel()
         assert self._num_ended == self._num_came, f"{self._num_ended} of {self._num_came} requests have ended"
 
@@ -196,10 +195,11 @@ class Service:
             await self._turn(rank)
 
     async def _turn(self, index: int) -> None:
-        batch, next_s = await self.replicas[index].turn(self._now_s)
+        replica = self.replicas[index]
+        batch, next_s = await replica.turn(self._now_s)
         if next_s is not None:
             heapq.heappush(self._ends, (next_s, index))
-        if (report := await self.replicas[index].report()) is not None:
+        if (report := await replica.report()) is not None:
             self._router.address.tell(PrefixesChanged(index, report))
         if batch is None:
             return

@@ -7,13 +7,12 @@ CUDA device.
 import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, Final, cast
 
 from benchmarks.load import SEED
-from benchmarks.report import Cell, Report, Table, significant
+from benchmarks.report import Cell, Report, Table, show_progress, significant
 from benchmarks.shapes import SHAPES, random_model
 
 MODES: Final = ("offload", "recompute")
@@ -39,9 +38,9 @@ def run(options: argparse.Namespace) -> Report:
     model, tokenizer = random_model(options.model)
     results: list[dict[str, object]] = []
     for mode in MODES:
-        print(f"sleep: {options.cycles} cycles of {mode}", file=sys.stderr)
+        show_progress(f"sleep: {options.cycles} cycles of {mode}")
         results.append(_cycles(model, tokenizer, mode, options))
-    print(f"sleep: {options.requests} requests", file=sys.stderr)
+    show_progress(f"sleep: {options.requests} requests")
     results.append(_requests(model, tokenizer, options))
     columns = ("what", "count", "freed_mib", "suspend_ms", "resume_ms", "left_mib")
     # a row's values are JSON's
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace) -> Report:
 
 def _engine(model: Any, tokenizer: Any, options: argparse.Namespace, **settings: Any) -> Any:
     """Starts an engine. Any: megatron's model is untyped, settings are of several types."""
-    from megallm import InferenceConfig, MegatronLLM  # noqa: PLC0415
+    from megallm import InferenceConfig, MegatronLLM  # noqa: PLC0415 - slow to import
 
     config = InferenceConfig(
         buffer_size_gb=options.cache_gb,
@@ -104,7 +103,7 @@ def _requests(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[s
 
 def _generate(llm: Any, count: int, rng: random.Random) -> None:
     """Runs requests of a few tokens, some drawn with log-probs."""
-    from megallm import SamplingParams  # noqa: PLC0415
+    from megallm import SamplingParams  # noqa: PLC0415 - slow to import
 
     vocab = llm.engine.config.vocab_size
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(1, 64))] for _ in range(count)]
@@ -123,7 +122,7 @@ def _generate(llm: Any, count: int, rng: random.Random) -> None:
 
 def _used() -> int:
     """Gives the bytes that the driver has lent out."""
-    import torch  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - slow to import
 
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()

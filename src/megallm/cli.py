@@ -199,13 +199,11 @@ def run(
     try:
         rank = find_rank()
         options = _parsed(argv)
-        given = {name: vars(options).get(name) for name in (*LOADING, *SPLITTING, "progress")}
-        chosen = {name: value for name, value in given.items() if value is not None}
+        chosen = _chosen(options, *LOADING, *SPLITTING, "progress")
         if rank.rank and "progress" in chosen:
             chosen["progress"] = False
         loader = partial(load, **chosen)
-        names = [option.replace("-", "_") for option in MEETING]
-        meeting = {name: value for name in names if (value := vars(options).get(name)) is not None}
+        meeting = _chosen(options, *MEETING)
         opening_engine, opening_serving = (partial(each, **meeting) for each in (open_engine, open_serving))
         at = Surroundings(
             loader, opening_engine, opening_serving, stdin, stdout, stderr, check_port=check_port
@@ -223,6 +221,12 @@ def run(
         return failed(error, EXIT_USAGE)
     except (MegaLLMError, RuntimeError, OSError, ImportError, MemoryError) as error:
         return failed(error, EXIT_ENGINE)
+
+
+def _chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:  # Any: values of many types
+    """Gives those of the options that the command has and that have a value, as keyword arguments."""
+    given = {name: vars(options).get(name) for name in (name.replace("-", "_") for name in names)}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _on_rank(at: Surroundings, options: argparse.Namespace, rank: Launched) -> Surroundings:

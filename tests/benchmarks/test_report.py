@@ -4,7 +4,9 @@ import io
 import json
 from pathlib import Path
 
-from benchmarks.report import Report, Table, format_table, show, significant
+import pytest
+
+from benchmarks.report import Report, Table, format_table, show, show_progress, significant
 
 TABLE = Table("Speeds", ("loop", "us"), [("asyncio", 12.5), ("trio", 1234.5), ("uvloop", None)])
 REPORT = Report("control_plane", [TABLE], [{"loop": "trio", "us": 1234.5}], ["uvloop is left out"])
@@ -56,3 +58,9 @@ def test_the_line_is_appended_to_the_file_of_earlier_ones(tmp_path: Path) -> Non
 def test_a_kept_number_has_no_more_digits_than_were_measured() -> None:
     """A figure with ten digits reads as if it were that sure."""
     assert (significant(123456.7), significant(0.00123456), significant(0.0)) == (123500.0, 0.001235, 0.0)
+
+
+def test_progress_stays_off_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line among the figures would be read as one of them."""
+    show_progress("a suite: its second turn")
+    assert capsys.readouterr() == ("", "a suite: its second turn\n")

@@ -2,6 +2,8 @@
 
 import io
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import override
 
 import pytest
@@ -47,6 +49,28 @@ def test_a_terminal_shows_what_is_being_done_until_it_is_done_or_fails() -> None
     with pytest.raises(OSError, match="no memory"), Steps(err).showing("starting"):
         raise OSError("no memory")
     assert err.getvalue().endswith(f"{' ' * 12}\r")
+
+
+def test_an_engine_is_open_while_the_block_runs_and_its_start_is_a_step() -> None:
+    """Its start takes longest of all, and one that is left open keeps the device."""
+    err = io.StringIO()
+    log: list[str] = []
+
+    @contextmanager
+    def open_engine() -> Generator[str]:
+        log.append("opened")
+        try:
+            yield "an engine"
+        finally:
+            log.append("closed")
+
+    with Steps(err).starting(open_engine) as engine:
+        assert (engine, log) == ("an engine", ["opened"])
+        assert re.fullmatch(r"megallm: started the engine: \d+\.\d s\n", err.getvalue())
+    assert log == ["opened", "closed"]
+    with pytest.raises(OSError, match="no memory"), Steps(err).starting(open_engine):
+        raise OSError("no memory")
+    assert log == ["opened", "closed"] * 2
 
 
 def test_a_log_holds_what_was_done_alone() -> None:

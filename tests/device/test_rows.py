@@ -4,9 +4,10 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from megallm.core_async.device.rows import Rows, column_of, ramps
-from megallm.core_async.messages import Ints, Row, RowSetup, Sampling, StepPlan, pack_ints
+from megallm.core_async.messages import Row, RowSetup, Sampling, StepPlan, pack_ints
 
 
 def plan_of(
@@ -14,15 +15,8 @@ def plan_of(
 ) -> StepPlan:
     """Gives a plan that brings only differences: new rows, and (row, first entry, blocks)."""
     changes = changes or []
-    nothing = Ints(b"")
-    return StepPlan(
-        step=1,
-        num_decode=0,
-        rows=nothing,
-        starts=nothing,
-        lengths=nothing,
-        samples=b"",
-        tokens=nothing,
+    return structs.replace(
+        StepPlan.empty(),
         new_rows=new_rows or [],
         changed_rows=pack_ints([row for row, _, _ in changes]),
         changed_starts=pack_ints([start for _, start, _ in changes]),

@@ -26,20 +26,14 @@ def rows_with_tables(max_requests: int = 6) -> Rows:
 
 def plan_of(parts: list[tuple[int, int, int, bool]], *, num_decode: int, tokens: list[int]) -> StepPlan:
     """Gives the plan of (row, start, length, samples) parts."""
-    nothing = Ints(b"")
-    return StepPlan(
-        step=1,
+    return structs.replace(
+        StepPlan.empty(),
         num_decode=num_decode,
         rows=pack_ints([row for row, _, _, _ in parts]),
         starts=pack_ints([start for _, start, _, _ in parts]),
         lengths=pack_ints([length for _, _, length, _ in parts]),
         samples=bytes(samples for _, _, _, samples in parts),
         tokens=pack_ints(tokens),
-        new_rows=[],
-        changed_rows=nothing,
-        changed_starts=nothing,
-        changed_counts=nothing,
-        blocks=nothing,
     )
 
 

@@ -128,7 +128,7 @@ def quantised(
     """Gives values in a format; in one that the `gguf` package only reads, blocks of random weights."""
     try:
         return gguf.quants.quantize(values, kind)
-    except NotImplementedError:
+    except NotImplementedError:  # the package's word for a format that it only reads
         rng = np.random.default_rng(3)
         num_items, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         blocks = rng.integers(

@@ -115,7 +115,7 @@ def test_of_tokens_with_one_text_the_likeliest_counts() -> None:
 def test_a_table_of_likeliest_tokens_is_cut_into_its_places() -> None:
     """It travels as columns."""
     top = TopLogProbs(2, pack_ints([1, 2, 3, 4]), Floats(pack_floats([-1.0, -2.0, -3.0, -4.0])))
-    assert places_of(top) == [[(1, -1.0), (2, -2.0)], [(3, -3.0), (4, -4.0)]]
+    assert places_of(top, 2) == [[(1, -1.0), (2, -2.0)], [(3, -3.0), (4, -4.0)]]
 
 
 def test_deltas_say_whose_they_are_and_the_last_all_that_was_recorded() -> None:

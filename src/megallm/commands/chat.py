@@ -85,10 +85,7 @@ def run(
         raise ValueError(
             f"{options.model} has no chat template, so it is no chat model; use megallm generate --raw"
         )
-    with contextlib.ExitStack() as leaving:
-        with steps.showing("starting the engine"):
-            llm = leaving.enter_context(open_engine(model, tokenizer, options))
-        steps.done("started the engine")
+    with steps.starting(lambda: open_engine(model, tokenizer, options)) as llm:
         steps.say(_HELP)
         conversation = _Conversation(tokenizer, llm, options)
         for line in _lines(stdin, stdout):
@@ -100,7 +97,7 @@ def run(
                 case "/clear":
                     conversation.clear()
                 case command if command.startswith("/"):
-                    print(f"megallm: {command.split()[0]} is no command; {_HELP}", file=stderr)
+                    steps.say(f"{command.split()[0]} is no command; {_HELP}")
                 case text:
                     conversation.answer(text, stdout)
     return EXIT_OK

@@ -7,7 +7,7 @@ the engine come in as arguments, so tests put fakes there.
 import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TextIO
 
 from megallm.commands.argument_types import whole
@@ -91,17 +91,14 @@ def run(
     steps.done(f"loaded {options.model}")
     params = sampling_params(options)
     inputs = _model_inputs(prompts, tokenizer, is_raw=options.raw)
-    with ExitStack() as leaving:
-        with steps.showing("starting the engine"):
-            llm = leaving.enter_context(open_engine(model, tokenizer))
-        steps.done("started the engine")
+    with steps.starting(lambda: open_engine(model, tokenizer)) as llm:
         loaded_s = steps.total_s
         answers = _generate(llm, inputs, params, progress=is_watched)
         generated_s = steps.total_s - loaded_s
     show = _jsonl if options.jsonl else _readable
     stdout.writelines(show(prompts, answers))
     stdout.flush()
-    print(_summary(answers, generated_s, loaded_s), file=stderr)
+    print(_summary(answers, generated_s, loaded_s), file=stderr)  # stdout holds answers alone
     return EXIT_PROMPT_FAILED if any(answer.failed() for answer in answers) else EXIT_OK
 
 

@@ -9,7 +9,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TextIO
 
 from megallm.commands.argument_types import share, whole
@@ -162,10 +162,7 @@ def run(
     steps = Steps(stderr)
     model, tokenizer = load(options.model, options.threads)
     steps.done(f"loaded {options.model}")
-    with ExitStack() as leaving:
-        with steps.showing("starting the engine"):
-            llm = leaving.enter_context(open_engine(model, tokenizer, options))
-        steps.done("started the engine")
+    with steps.starting(lambda: open_engine(model, tokenizer, options)) as llm:
         front_ends = _front_ends(options.frontend_replicas)
         with steps.showing(f"starting {front_ends}"):
             server = llm.serve(config, blocking=False)

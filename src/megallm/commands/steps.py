@@ -1,8 +1,8 @@
 """What a command says on stderr of its steps: a line for each, with its seconds. Knows no command."""
 
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TextIO
 
 
@@ -34,6 +34,15 @@ class Steps:
             yield
         finally:  # an error stands on a line of its own, too
             self._write(f"\r{' ' * len(f'{doing} ...')}\r")
+
+    @contextmanager
+    def starting[T](self, open_engine: Callable[[], AbstractContextManager[T]]) -> Generator[T]:
+        """Opens an engine, which is a step, until the block ends."""
+        with ExitStack() as leaving:
+            with self.showing("starting the engine"):
+                engine = leaving.enter_context(open_engine())
+            self.done("started the engine")
+            yield engine
 
     def done(self, what: str) -> float:
         """Ends a step; gives its seconds."""

@@ -11,6 +11,8 @@ log = logging.getLogger(__name__)
 QUIET: Final = frozenset({"/health", "/v1/health", "/metrics"})
 """What machines ask every few seconds: logged at DEBUG while it goes well."""
 MAX_PATH: Final = 256
+FAILED: Final = 400
+"""Statuses from here on are errors."""
 
 
 def log_access(
@@ -34,7 +36,7 @@ def log_access(
         "request_id": request_id,
         **noted,
     }
-    is_well = status is not None and status < 400  # noqa: PLR2004 - where HTTP's errors begin
+    is_well = status is not None and status < FAILED
     level = logging.DEBUG if path in QUIET and is_well else logging.INFO
     if log.isEnabledFor(level):
         # JSON escapes line breaks and control characters, so that nobody writes lines of their own

@@ -14,7 +14,7 @@ from opentelemetry.util.types import AttributeValue
 from werkzeug.exceptions import HTTPException
 from werkzeug.routing import Map
 
-from megallm.http.access_log import MAX_PATH, QUIET
+from megallm.http.access_log import FAILED, MAX_PATH, QUIET
 from megallm.http.traffic import Exchange
 
 OPERATIONS: Final = {
@@ -27,8 +27,6 @@ METHODS: Final = frozenset(
     {"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE", "QUERY"}
 )
 """What a span may be named by; clients may send any word."""
-FAILED: Final = 400
-"""Statuses from here on are errors."""
 NOTED: Final = {
     "model": "gen_ai.request.model",
     "prompt_tokens": "gen_ai.usage.input_tokens",

@@ -4,16 +4,14 @@ What the OTLP exporter needs to know it reads from the environment itself, by th
 OpenTelemetry names. Imports OpenTelemetry only where requests are to be traced.
 """
 
-import threading
-from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from megallm.core_async.kit.foreign import wait_for
+from megallm.core_async.kit.foreign import on_own_thread
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -65,7 +63,7 @@ async def tracing(*, is_wanted: bool) -> "AsyncGenerator[Tracer | None]":
         yield own.get_tracer(SCOPE)
     finally:
         with anyio.move_on_after(FLUSH_S, shield=True):
-            await _in_thread(own.shutdown)
+            await on_own_thread(own.shutdown)
 
 
 def _otlp_provider() -> "TracerProvider":
@@ -86,18 +84,3 @@ def _otlp_provider() -> "TracerProvider":
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
-
-
-async def _in_thread(function: Callable[[], None]) -> None:
-    """Waits for a function on a thread that a cancel leaves to itself, as does the interpreter's end."""
-    done: Future[None] = Future()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            function()
-        finally:
-            done.set_result(None)
-
-    threading.Thread(target=run, name="megallm-last-spans", daemon=True).start()
-    await wait_for(done)

@@ -138,6 +138,11 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
     """Of layers that are attention `*`, an MLP `-` or experts `E` alone; None: each is two of these."""
 
     @property
+    def turned_dim(self) -> int:
+        """Gives how many dimensions of a head turn."""
+        return self.rotary_dim or self.head_dim
+
+    @property
     def num_attention_layers(self) -> int:
         """Gives how many layers have keys and values."""
         return self.num_layers if self.layer_kinds is None else self.layer_kinds.count("*")
@@ -168,7 +173,7 @@ class Hyperparameters(Struct, frozen=True, kw_only=True):
             raise ModelFileError(
                 f"{path}: rotary_dim is {self.rotary_dim}, head_dim is {self.head_dim}; the file is damaged"
             )
-        scaling, num_pairs = self.rope_scaling, (self.rotary_dim or self.head_dim) // 2
+        scaling, num_pairs = self.rope_scaling, self.turned_dim // 2
         if scaling is not None and scaling.kind == "factors":
             for divisors in (scaling.divisors, scaling.long_divisors or scaling.divisors):
                 if len(divisors) != num_pairs:

@@ -158,7 +158,7 @@ def _can_dequantise(kind: gguf.GGMLQuantizationType) -> bool:
     _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     try:
         gguf.quants.dequantize(np.zeros(block_bytes, np.uint8), kind)
-    except NotImplementedError:
+    except NotImplementedError:  # the package's word for a format that it only names
         return False
     return True
 

@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megallm.core_async.device.swaps import Swaps
@@ -86,13 +87,16 @@ def unfilled(
     """
     part = current_part()
     part.sizes.check_model(size)
-    is_on_cpu = device.type != "cuda"
-    build = _empty_hybrid if model_class == "hybrid" else _empty_gpt
+    is_hybrid = model_class == "hybrid"
+    build = _empty_hybrid if is_hybrid else _empty_gpt
     groups: Any = ProcessGroupCollection.use_mpu_process_groups()  # Any: its types know no None
     # or the first and the last stage would add up, on a GPU, the unfilled embeddings that both hold
     embedding_group, groups.embd = groups.embd, None
     with _current(device):
-        model = build(size, part, dtype, is_on_cpu=is_on_cpu, pg_collection=groups)
+        config = transformer_config(
+            size, part.sizes, dtype, is_on_cpu=device.type != "cuda", is_hybrid=is_hybrid
+        )
+        model = build(size, config, pg_collection=groups, **_model_options(size, part))
     model.embd_group = groups.embd = embedding_group
     model.vocab_size = size.vocab_size  # without the padding, which nobody may sample
     fit_rotary(model, size)
@@ -123,38 +127,18 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:  # Any: the same
 
 
 def _empty_gpt(
-    size: Hyperparameters,
-    part: RankPart,
-    dtype: torch.dtype,
-    *,
-    is_on_cpu: bool,
-    pg_collection: ProcessGroupCollection,
-) -> Any:  # Any: the same
-    config = transformer_config(size, part.sizes, dtype, is_on_cpu=is_on_cpu)
-    options = _model_options(size, part)
-    return GPTModel(config, gpt_spec(size, config), pg_collection=pg_collection, **options)
+    size: Hyperparameters, config: TransformerConfig, **options: Any
+) -> Any:  # Any: options of both classes, and the same
+    return GPTModel(config, gpt_spec(size, config), **options)
 
 
-def _empty_hybrid(
-    size: Hyperparameters,
-    part: RankPart,
-    dtype: torch.dtype,
-    *,
-    is_on_cpu: bool,
-    pg_collection: ProcessGroupCollection,
-) -> Any:  # Any: the same
-    config = transformer_config(size, part.sizes, dtype, is_on_cpu=is_on_cpu, is_hybrid=True)
+def _empty_hybrid(size: Hyperparameters, config: TransformerConfig, **options: Any) -> Any:  # Any: the same
     swaps = Swaps()
     # the stack's final norm is Transformer Engine's whatever the specs say, and stays torch's after this
     swaps.set(hybrid_block, "TENorm", WrappedTorchNorm)
+    pattern = hybrid_pattern(size, config.pipeline_model_parallel_size)
     try:
-        return HybridModel(
-            config,
-            hybrid_spec(size),
-            hybrid_layer_pattern=hybrid_pattern(size, part.pp.size),
-            pg_collection=pg_collection,
-            **_model_options(size, part),
-        )
+        return HybridModel(config, hybrid_spec(size), hybrid_layer_pattern=pattern, **options)
     finally:
         swaps.undo()
 
@@ -168,6 +152,6 @@ def _model_options(size: Hyperparameters, part: RankPart) -> dict[str, Any]:  # 
         "parallel_output": False,
         "share_embeddings_and_output_weights": size.is_tied,
         "position_embedding_type": "rope",
-        "rotary_percent": (size.rotary_dim or size.head_dim) / size.head_dim,
+        "rotary_percent": size.turned_dim / size.head_dim,
         "rotary_base": size.windowed_rotary_base or size.rotary_base,
     }

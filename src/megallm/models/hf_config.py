@@ -1,7 +1,7 @@
 """The config.json of a Hugging Face folder as hyperparameters.
 
-Knows the keys that all families have, old and new spellings of them; what one family has beyond them
-is in hf_families.py.
+Knows the keys that all families have, old and new spellings of them; what one family says beyond
+them is in hf_fields.py.
 """
 
 import math

@@ -32,13 +32,7 @@ def mistral(settings: Settings) -> Fields:
 
 def mixtral(settings: Settings) -> Fields:
     """Mistral's, and experts."""
-    experts = Experts(
-        num_experts=settings.value("num_local_experts", int),
-        num_chosen=settings.value("num_experts_per_tok", int),
-        ffn_size=settings.value("intermediate_size", int),
-        is_renormalised=True,
-    )
-    return {**mistral(settings), "experts": experts}
+    return {**mistral(settings), "experts": _local_experts(settings)}
 
 
 def qwen2(settings: Settings) -> Fields:
@@ -105,59 +99,14 @@ def gpt_oss(settings: Settings) -> Fields:
         raise UnsupportedModelError(
             f"{settings.name_of('swiglu_alpha')} is {settings.values['swiglu_alpha']}; supported is 1.702"
         )
-    experts = Experts(
-        num_experts=settings.value("num_local_experts", int),
-        num_chosen=settings.value("num_experts_per_tok", int),
-        ffn_size=settings.value("intermediate_size", int),
-        is_renormalised=True,
-        has_bias=True,
-    )
     return {
         **_biases(settings),
         **windowed_but_every(settings, 2),
         "has_sinks": True,
         "activation": "quick_gelu",
         "gate_bound": settings.value_or("swiglu_limit", 7.0),
-        "experts": experts,
+        "experts": replace(_local_experts(settings), has_bias=True),
     }
-
-
-def _sigmoid_experts(settings: Settings) -> Experts:
-    num_chosen = settings.value("num_experts_per_tok", int)
-    is_renormalised = settings.value_or("norm_topk_prob", True) and num_chosen > 1  # megatron's rule
-    if not is_renormalised or settings.value_or("n_group", 1) != 1:
-        raise UnsupportedModelError(
-            f"{settings.path}: of experts scored by sigmoid, supported are norm_topk_prob true, n_group 1, "
-            "and num_experts_per_tok of 2 or more"
-        )
-    ffn_size = settings.value("moe_intermediate_size", int)
-    return Experts(
-        num_experts=settings.value("n_routed_experts", int),
-        num_chosen=num_chosen,
-        ffn_size=ffn_size,
-        is_renormalised=True,
-        dense_layers=tuple(range(settings.value("first_k_dense_replace", int))),
-        shared_ffn_size=ffn_size * settings.value("n_shared_experts", int),
-        scoring="sigmoid",
-        share_factor=settings.value_or("routed_scaling_factor", 1.0),
-    )
-
-
-def _qwen_experts(settings: Settings) -> Experts:
-    spacing = settings.value_or("decoder_sparse_step", 1)
-    dense: list[Any] = settings.value_or("mlp_only_layers", [])
-    num_layers = settings.value("num_hidden_layers", int)
-    return Experts(
-        num_experts=settings.value(
-            "num_experts" if settings.has("num_experts") else "num_local_experts", int
-        ),
-        num_chosen=settings.value("num_experts_per_tok", int),
-        ffn_size=settings.value("moe_intermediate_size", int),
-        is_renormalised=settings.value_or("norm_topk_prob", False),
-        dense_layers=tuple(
-            layer for layer in range(num_layers) if layer in dense or (layer + 1) % max(spacing, 1)
-        ),
-    )
 
 
 def smollm3(settings: Settings) -> Fields:
@@ -227,9 +176,7 @@ def glm4(settings: Settings) -> Fields:
 
 def ernie4_5(settings: Settings) -> Fields:
     """Biases everywhere or nowhere; rotary pairs side by side."""
-    has_bias = settings.value_or("use_bias", False)
-    biases = {"has_qkv_bias": has_bias, "has_output_bias": has_bias, "has_mlp_bias": has_bias}
-    return {**biases, "is_rope_interleaved": True}
+    return {**_biases_everywhere(settings, otherwise=False), "is_rope_interleaved": True}
 
 
 def seed_oss(settings: Settings) -> Fields:
@@ -250,12 +197,9 @@ def granite(settings: Settings) -> Fields:
 
 def starcoder2(settings: Settings) -> Fields:
     """Mistral's; layer norms, an MLP without a gate, biases everywhere or nowhere."""
-    has_bias = settings.value_or("use_bias", True)
     return {
         **mistral(settings),
-        "has_qkv_bias": has_bias,
-        "has_output_bias": has_bias,
-        "has_mlp_bias": has_bias,
+        **_biases_everywhere(settings, otherwise=True),
         "norm": "layer",
         "norm_epsilon": settings.value_or("norm_epsilon", 1e-5),
         "activation": "gelu_tanh",
@@ -295,6 +239,59 @@ def exaone4(settings: Settings) -> Fields:
 def _biases(settings: Settings) -> Fields:
     has_bias = settings.value_or("attention_bias", False)
     return {"has_qkv_bias": has_bias, "has_output_bias": has_bias}
+
+
+def _biases_everywhere(settings: Settings, *, otherwise: bool) -> Fields:
+    """Gives the biases of a family that has them everywhere or nowhere; `otherwise`: where it doesn't say."""
+    has_bias = settings.value_or("use_bias", otherwise)
+    return {"has_qkv_bias": has_bias, "has_output_bias": has_bias, "has_mlp_bias": has_bias}
+
+
+def _local_experts(settings: Settings) -> Experts:
+    return Experts(
+        num_experts=settings.value("num_local_experts", int),
+        num_chosen=settings.value("num_experts_per_tok", int),
+        ffn_size=settings.value("intermediate_size", int),
+        is_renormalised=True,
+    )
+
+
+def _sigmoid_experts(settings: Settings) -> Experts:
+    num_chosen = settings.value("num_experts_per_tok", int)
+    is_renormalised = settings.value_or("norm_topk_prob", True) and num_chosen > 1  # megatron's rule
+    if not is_renormalised or settings.value_or("n_group", 1) != 1:
+        raise UnsupportedModelError(
+            f"{settings.path}: of experts scored by sigmoid, supported are norm_topk_prob true, n_group 1, "
+            "and num_experts_per_tok of 2 or more"
+        )
+    ffn_size = settings.value("moe_intermediate_size", int)
+    return Experts(
+        num_experts=settings.value("n_routed_experts", int),
+        num_chosen=num_chosen,
+        ffn_size=ffn_size,
+        is_renormalised=True,
+        dense_layers=tuple(range(settings.value("first_k_dense_replace", int))),
+        shared_ffn_size=ffn_size * settings.value("n_shared_experts", int),
+        scoring="sigmoid",
+        share_factor=settings.value_or("routed_scaling_factor", 1.0),
+    )
+
+
+def _qwen_experts(settings: Settings) -> Experts:
+    spacing = settings.value_or("decoder_sparse_step", 1)
+    dense: list[Any] = settings.value_or("mlp_only_layers", [])
+    num_layers = settings.value("num_hidden_layers", int)
+    return Experts(
+        num_experts=settings.value(
+            "num_experts" if settings.has("num_experts") else "num_local_experts", int
+        ),
+        num_chosen=settings.value("num_experts_per_tok", int),
+        ffn_size=settings.value("moe_intermediate_size", int),
+        is_renormalised=settings.value_or("norm_topk_prob", False),
+        dense_layers=tuple(
+            layer for layer in range(num_layers) if layer in dense or (layer + 1) % max(spacing, 1)
+        ),
+    )
 
 
 def _optional(settings: Settings, key: str) -> float | None:

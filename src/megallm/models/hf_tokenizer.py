@@ -93,7 +93,7 @@ def _fast(path: Path, settings: Settings, template: str | None, stops: tuple[int
         backend = Tokenizer.from_buffer(content)
     except OSError as error:
         raise ModelFileError(f"{path} can't be read: {error}; fetch it again") from error
-    except Exception as error:
+    except Exception as error:  # tokenizers raises nothing narrower
         raise ModelFileError(f"{path} is no tokenizer: {error}; fetch it again") from error
     ids: dict[str, int | None] = {
         name: None if token is None else backend.token_to_id(token)

@@ -154,10 +154,10 @@ class _LoopbackGloo:
         gloo: Any = dist.ProcessGroupGloo  # Any: its options have names with an underscore only, and no types
         if self._device is None:
             self._device = gloo.create_device(hostname="127.0.0.1")
-        options = gloo._Options()  # noqa: SLF001
-        options._devices = [self._device]  # noqa: SLF001
-        options._threads = 1  # noqa: SLF001
-        options._timeout = timeout  # noqa: SLF001
+        options = gloo._Options()  # noqa: SLF001 - as said above
+        options._devices = [self._device]  # noqa: SLF001 - as said above
+        options._threads = 1  # noqa: SLF001 - as said above
+        options._timeout = timeout  # noqa: SLF001 - as said above
         return gloo(store, rank, size, options)
 
 

@@ -71,6 +71,25 @@ def fill(
         parameter.data.zero_()
 
 
+def placements(size: Hyperparameters, names: LayerNames, part: RankPart = WHOLE) -> Iterator[Placement]:
+    """Gives every parameter that a checkpoint fills on a rank, in the order of the layers."""
+    vocabulary = part.vocabulary(size.vocab_size)
+    embedding = Source("model.embed_tokens.weight", vocabulary)
+    if part.has_embedding:
+        yield Placement("embedding.word_embeddings.weight", (embedding,), is_padded=True)
+    for place, layer in enumerate(part.layers(size.num_layers)):
+        source = f"model.layers.{layer}."
+        yield from _attention(size, part, source, names.attention.format(place, 2 * place))
+        yield from _mlp(size, part, layer, names.mlp.format(place, 2 * place + 1))
+    if not part.has_output:
+        return
+    yield from _norm(size, names.final_norm.removesuffix(".weight"), "model.norm")
+    if not size.is_tied:
+        yield Placement("output_layer.weight", (Source("lm_head.weight", vocabulary),), is_padded=True)
+    elif not part.has_embedding:
+        yield Placement("output_layer.weight", (embedding,), is_padded=True)
+
+
 def _targets(placement: Placement, parameter: Tensor, checkpoint: Checkpoint) -> tuple[Tensor, ...]:
     """Gives the views of a parameter that its sources fill."""
     if placement.is_by_kv_head:
@@ -96,25 +115,6 @@ def _copy(source: Source, target: Tensor, placement: Placement, checkpoint: Chec
             f"{source.name}, which is {tuple(values.shape)}"
         )
     target.copy_(values.view(target.shape))
-
-
-def placements(size: Hyperparameters, names: LayerNames, part: RankPart = WHOLE) -> Iterator[Placement]:
-    """Gives every parameter that a checkpoint fills on a rank, in the order of the layers."""
-    vocabulary = part.vocabulary(size.vocab_size)
-    embedding = Source("model.embed_tokens.weight", vocabulary)
-    if part.has_embedding:
-        yield Placement("embedding.word_embeddings.weight", (embedding,), is_padded=True)
-    for place, layer in enumerate(part.layers(size.num_layers)):
-        source = f"model.layers.{layer}."
-        yield from _attention(size, part, source, names.attention.format(place, 2 * place))
-        yield from _mlp(size, part, layer, names.mlp.format(place, 2 * place + 1))
-    if not part.has_output:
-        return
-    yield from _norm(size, names.final_norm.removesuffix(".weight"), "model.norm")
-    if not size.is_tied:
-        yield Placement("output_layer.weight", (Source("lm_head.weight", vocabulary),), is_padded=True)
-    elif not part.has_embedding:
-        yield Placement("output_layer.weight", (embedding,), is_padded=True)
 
 
 def _attention(size: Hyperparameters, part: RankPart, source: str, target: str) -> Iterator[Placement]:

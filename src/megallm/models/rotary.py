@@ -19,7 +19,7 @@ def inverse_frequencies(size: Hyperparameters, num_positions: int = 0) -> Tensor
 
     `num_positions` is the length of the longest text, where the frequencies go by it.
     """
-    dim = size.rotary_dim or size.head_dim
+    dim = size.turned_dim
     plain = _plain(size.rotary_base, dim)
     scaling = size.rope_scaling
     if scaling is None:

@@ -69,7 +69,7 @@ def _own_rotary(attention: Any, size: Hyperparameters) -> RotaryEmbedding:  # An
     """Makes a layer turn by a module of its own, whatever the model hands it."""
     rotary = RotaryEmbedding(
         size.head_dim,
-        (size.rotary_dim or size.head_dim) / size.head_dim,
+        size.turned_dim / size.head_dim,
         rotary_base=size.rotary_base,  # pyright: ignore[reportArgumentType] - any number will do
         rotary_interleaved=size.is_rope_interleaved,
         use_cpu_initialization=True,

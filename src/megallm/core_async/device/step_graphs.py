@@ -23,7 +23,7 @@ from megallm.core_async.device.model import ModelHook
 from megallm.core_async.device.rows import IntColumn, Rows, column_of, ramps
 from megallm.core_async.device.step_inputs import StepInputs
 from megallm.core_async.device.triton_sampling import look_up, take_best
-from megallm.core_async.messages import Ints, StepPlan
+from megallm.core_async.messages import StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class StepGraphs:
         pool = None
         # the largest first: the memory of its inner tensors holds those of all others
         for size in reversed(self._token_sizes):
-            self._put_mixed(_NO_STEP, size)
+            self._put_mixed(StepPlan.empty(), size)
             step = self._mixed[size] = captured(self._mixed_step_of(size), stream, pool)
             pool = step.graph.pool()
         for size in reversed(self._row_sizes):
@@ -276,19 +276,3 @@ class StepGraphs:
 
 def _score_nothing(logits: Tensor, first: int) -> None:
     raise AssertionError(f"a captured step scores {len(logits)} tokens from {first}")
-
-
-_NO_STEP = StepPlan(
-    step=0,
-    num_decode=0,
-    rows=Ints(b""),
-    starts=Ints(b""),
-    lengths=Ints(b""),
-    samples=b"",
-    tokens=Ints(b""),
-    new_rows=[],
-    changed_rows=Ints(b""),
-    changed_starts=Ints(b""),
-    changed_counts=Ints(b""),
-    blocks=Ints(b""),
-)

@@ -79,9 +79,7 @@ class Output:
         """Appends the log-probs of the next tokens of the prompt."""
         log_probs = unpack_floats(chunk.log_probs)
         self._prompt_log_probs += log_probs
-        no_place: Place = []
-        places = places_of(chunk.top) if chunk.top is not None else [no_place] * len(log_probs)
-        self._prompt_top += [place[: self.spec.num_top] for place in places]
+        self._prompt_top += [place[: self.spec.num_top] for place in places_of(chunk.top, len(log_probs))]
 
     def extend(self, ending: Finished | None) -> str:
         """Gives the text of the new tokens that is safe to show; an id that ends the request has none."""
@@ -202,8 +200,11 @@ class Output:
         )
 
 
-def places_of(top: TopLogProbs) -> list[Place]:
-    """Gives a table of likeliest tokens as one list a place."""
+def places_of(top: TopLogProbs | None, num_places: int) -> list[Place]:
+    """Gives a table of likeliest tokens as one list a place; None: there is nothing at any of them."""
+    if top is None:
+        no_place: Place = []
+        return [no_place] * num_places
     pairs = list(zip(unpack_ints(top.ids), unpack_floats(top.log_probs), strict=True))
     return [pairs[start : start + top.num_top] for start in range(0, len(pairs), top.num_top)]
 
