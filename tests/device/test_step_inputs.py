@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
+from msgspec import structs
 
 from megallm.core_async.device.rope import table_of
 from megallm.core_async.device.rows import Rows
 from megallm.core_async.device.step_inputs import StepInputs, inputs_of
-from megallm.core_async.messages import Ints, StepPlan, pack_ints
+from megallm.core_async.messages import StepPlan, pack_ints
 from tests.counted_lines import lines_run
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def test_chunk_of_one_token_is_no_decode_row() -> None:
 def test_scored_tokens_are_those_with_a_target() -> None:
     """A prompt's chunk is scored beside rows that are not, and -1 is no token."""
     parts = [(3, 17, 1, True), (5, 2, 4, False), (1, 0, 2, True), (2, 0, 3, True)]
-    plan = replace(
+    plan = structs.replace(
         plan_of(parts, num_decode=1, tokens=list(range(9))),
         scored=bytes([0, 1, 0, 1]),
         targets=pack_ints([7, 8, -1, 9, 4, 5, -1]),
