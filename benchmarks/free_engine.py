@@ -39,7 +39,7 @@ class FreeRunner:
         """Gives the step's result at once."""
         return FreeStep(StepResult(plan.step, Ints(self._tokens[: 4 * plan.samples.count(1)])))
 
-    def release_cache(self, *, keep_contents: bool) -> None:
+    def release_cache(self, kept: Ints) -> None:
         """Has no cache to release."""
 
     def restore_cache(self) -> None:

@@ -72,7 +72,7 @@ class PacedRunner:
         start = 4 * (plan.step % NUM_WORDS)
         return FreeStep(StepResult(plan.step, Ints(self._words[start : start + 4 * plan.samples.count(1)])))
 
-    def release_cache(self, *, keep_contents: bool) -> None:
+    def release_cache(self, kept: Ints) -> None:
         """Has no cache to release."""
 
     def restore_cache(self) -> None:

@@ -18,7 +18,7 @@ from megallm.core_async.engine import Engine, WorkerActor
 from megallm.core_async.host import EngineHost
 from megallm.core_async.intake import Intake
 from megallm.core_async.llm import MegatronAsyncLLM
-from megallm.core_async.messages import Delta, StepPlan
+from megallm.core_async.messages import Delta, Ints, StepPlan
 from megallm.core_async.protocols import Runner
 from megallm.core_async.ranks.calls import Calls
 from megallm.core_async.result import Result
@@ -68,10 +68,10 @@ class HeldRunner(FakeRunner):
         self._meet(f"step {plan.step}")
         return super().launch(plan)
 
-    def release_cache(self, *, keep_contents: bool) -> None:
+    def release_cache(self, kept: Ints) -> None:
         """See FakeRunner."""
         self._meet("release")
-        super().release_cache(keep_contents=keep_contents)
+        super().release_cache(kept)
 
     def restore_cache(self) -> None:
         """See FakeRunner."""

@@ -11,6 +11,7 @@ from megallm.core_async.messages import (
     CollectStep,
     Floats,
     FollowStep,
+    Ints,
     LaunchStep,
     ReleaseCache,
     RestoreCache,
@@ -92,6 +93,8 @@ class FakeRunner:
         self._last_tokens: dict[Row, int] = {}
         self._setups: dict[Row, RowSetup] = {}
         self.is_released = False
+        self.kept: list[int] = []
+        """Blocks whose contents outlived the last release."""
         self.plans: list[StepPlan] = []
         self.is_started = False
         self.is_closed = False
@@ -108,10 +111,14 @@ class FakeRunner:
     def close(self) -> None:
         self.is_closed = True
 
-    def release_cache(self, *, keep_contents: bool) -> None:
+    def release_cache(self, kept: Ints) -> None:
         self.is_released = True
-        if not keep_contents:
-            self._slots = [None] * len(self._slots)
+        self.kept = list(unpack_ints(kept))
+        assert len(set(self.kept)) == len(self.kept), f"blocks {self.kept} are to be kept"
+        blocks = set(self.kept)
+        self._slots = [
+            token if slot // self._block_size in blocks else None for slot, token in enumerate(self._slots)
+        ]
 
     def restore_cache(self) -> None:
         self.is_released = False
@@ -221,8 +228,8 @@ class InlineWorker(Actor[WorkerMessage]):
                 return pending.result()
             case FollowStep():
                 raise AssertionError("this engine follows no other rank")
-            case ReleaseCache(keep_contents):
-                return self._runner.release_cache(keep_contents=keep_contents)
+            case ReleaseCache(kept):
+                return self._runner.release_cache(kept)
             case RestoreCache():
                 return self._runner.restore_cache()
 

@@ -223,7 +223,7 @@ class Pump:
         """Takes all blocks away and wipes their contents, as a suspend that is to recompute them does."""
         await self.run(may_plan=False)
         await self.scheduler.address.ask(PreemptAll())
-        self.runner.release_cache(keep_contents=False)
+        self.runner.release_cache(pack_ints([]))
         self.runner.restore_cache()
 
     def _check(self, plan: StepPlan) -> None:

@@ -17,12 +17,17 @@ from megallm.core_async.messages import (
     FinishAll,
     Floats,
     Ints,
+    ListContents,
     PumpRested,
     StepPlan,
     StepResult,
     TokenBatch,
+    pack_ints,
+    unpack_ints,
 )
 
+CONTENTS = [3, 4, 9]
+"""The blocks that hold something, as the scheduler says."""
 KV_MODES: list[KvMode] = ["persist", "offload", "recompute"]
 
 
@@ -40,7 +45,7 @@ class Peer(Actor[object]):
         await self._stage.act(type(message).__name__)
         if isinstance(message, FinishAll):
             return TokenBatch([], [], Ints(b""), Floats(b""), [], 0.0)
-        return None
+        return pack_ints(CONTENTS) if isinstance(message, ListContents) else None
 
 
 class FakeLink:
@@ -57,8 +62,9 @@ class FakeLink:
     async def collect(self) -> StepResult:
         raise AssertionError("the lifecycle collects none")
 
-    async def release_cache(self, *, keep_contents: bool) -> None:
-        await self._stage.act("release, contents " + ("kept" if keep_contents else "lost"))
+    async def release_cache(self, kept: Ints) -> None:
+        assert kept in (pack_ints(CONTENTS), b""), f"blocks {list(unpack_ints(kept))} are kept"
+        await self._stage.act("release, contents " + ("kept" if kept else "lost"))
 
     async def restore_cache(self) -> None:
         await self._stage.act("restore")

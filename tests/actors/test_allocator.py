@@ -13,6 +13,7 @@ from megallm.core_async.messages import (
     FilledBlocks,
     ForgetPrefixes,
     Ints,
+    ListContents,
     PrefixReport,
     ReportPrefixes,
     ReserveBlocks,
@@ -72,6 +73,22 @@ async def test_it_forgets_prefixes_when_told_so() -> None:
         await allocator.address.ask(ForgetPrefixes())
         assert await allocator.address.ask(CountBlocks()) == BlockCounts(8, 8, 0, 0)
         pool.check()
+        tasks.cancel_scope.cancel()
+
+
+async def test_it_lists_what_rows_hold_and_prefixes_find_and_nothing_else() -> None:
+    """What it leaves out is lost in a suspend; what it names needlessly is copied twice."""
+    allocator = Allocator(BlockPool(8, 4))
+    filled = FilledBlocks(Row(3), 0, [b"key"], bytes(32), pack_ints([1, 2, 3, 4]))
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(allocator.run)
+        assert await allocator.address.ask(ListContents()) == b""
+        cached = (await allocator.address.ask(admit(3, 5))).blocks[0]
+        held = (await allocator.address.ask(admit(4, 9))).blocks
+        await allocator.address.ask(ReserveBlocks([filled], [Row(3)], [], [], [], [], 0))
+        assert await allocator.address.ask(ListContents()) == pack_ints(sorted([cached, *held]))
+        await allocator.address.ask(ForgetPrefixes())
+        assert await allocator.address.ask(ListContents()) == pack_ints(sorted(held))
         tasks.cancel_scope.cancel()
 
 

@@ -10,6 +10,7 @@ from megallm.core_async.kit.gate import Gate
 from megallm.core_async.messages import (
     FinishAll,
     HoldNew,
+    ListContents,
     NextStep,
     PreemptAll,
     RequestId,
@@ -217,6 +218,19 @@ async def test_ending_all_tells_of_each_what_it_had() -> None:
             account.check("abort")
         await pump.run()
         await pump.check_all_free()
+
+
+async def test_contents_are_those_of_who_runs_and_of_prefixes() -> None:
+    """What has ended just before a suspend need not be copied: its blocks are given back first."""
+    async with pumping() as pump:
+        await pump.submit(Prompt((1, 2), 9), Prompt((3, 4), 9))
+        await pump.turn()
+        await pump.run(may_plan=False)
+        ask = pump.scheduler.address.ask
+        running = unpack_ints(await ask(ListContents()))
+        assert len(running) == (await pump.count_blocks()).num_used == 2
+        pump.enter(await ask(FinishAll("abort")))
+        assert await ask(ListContents()) == b""
 
 
 @pytest.mark.parametrize("message", [PreemptAll(), FinishAll("abort")])

@@ -10,6 +10,7 @@ from megallm.core_async.actors.worker import Worker
 from megallm.core_async.errors import ActorGone
 from megallm.core_async.messages import (
     CollectStep,
+    Ints,
     LaunchStep,
     ReleaseCache,
     RestoreCache,
@@ -54,10 +55,10 @@ class WatchedRunner(FakeRunner):
         self.note(f"launch {plan.step}")
         return WatchedPending(self, super().launch(plan))
 
-    def release_cache(self, *, keep_contents: bool) -> None:
+    def release_cache(self, kept: Ints) -> None:
         """See Runner."""
-        self.note(f"release, keep_contents={keep_contents}")
-        super().release_cache(keep_contents=keep_contents)
+        self.note(f"release all but {list(unpack_ints(kept))}")
+        super().release_cache(kept)
 
     def restore_cache(self) -> None:
         """See Runner."""
@@ -137,12 +138,12 @@ async def test_the_cache_is_released_and_restored_on_the_same_thread() -> None:
     worker = Worker(runner)
     async with anyio.create_task_group() as tasks:
         await tasks.start(worker.run)
-        await worker.address.ask(ReleaseCache(keep_contents=True))
+        await worker.address.ask(ReleaseCache(pack_ints([2, 7])))
         assert runner.is_released
         await worker.address.ask(RestoreCache())
         assert not runner.is_released
         tasks.cancel_scope.cancel()
-    assert runner.calls == ["start", "release, keep_contents=True", "restore", "close"]
+    assert runner.calls == ["start", "release all but [2, 7]", "restore", "close"]
     assert len(runner.threads) == 1
 
 

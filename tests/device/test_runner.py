@@ -11,7 +11,7 @@ from torch import Tensor
 from megallm.core_async.device.queued_step import NOT_FINITE, QueuedStep
 from megallm.core_async.device.runner import TorchRunner
 from megallm.core_async.errors import UnsupportedModelError
-from megallm.core_async.messages import Sampling, unpack_ints
+from megallm.core_async.messages import Sampling, pack_ints, unpack_ints
 from tests.device.conftest import StartRunner
 from tests.device.models import Megatron, plain_continuation, plain_logits
 from tests.device.plans import engine_config
@@ -245,8 +245,8 @@ def test_kept_cache_goes_on_after_release_and_restore(model: Megatron, start: St
     planner = start(model)
     sequence = planner.add(PROMPTS[1])
     planner.decode(sequence, num_steps=3)
-    planner.runner.cache.release(keep_contents=True)
-    planner.runner.cache.restore()
+    planner.runner.release_cache(pack_ints(sequence.blocks))
+    planner.runner.restore_cache()
     planner.decode(sequence, num_steps=3)
     assert sequence.output == plain_continuation(model, PROMPTS[1], 6)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megallm.core_async.messages import pack_ints
 from tests.device.conftest import StartRunner, built
 from tests.device.models import Megatron, plain_continuation
 from tests.device.plans import engine_config
@@ -52,7 +53,7 @@ def test_steps_go_on_after_the_cache_was_released(
     planner = start(model, engine_config())
     sequence = planner.add(PROMPTS[1])
     planner.step((sequence, 9))
-    planner.runner.release_cache(keep_contents=True)
+    planner.runner.release_cache(pack_ints(sequence.blocks))
     planner.runner.restore_cache()
     for _ in range(4):
         planner.step((sequence, 1))

@@ -133,7 +133,7 @@ class Rounds:
             self.roster.preempt_all(float(self.num_turns))
             self._put_back(list(self._rows))
             self._forget_prefixes()
-        self.runner.release_cache(keep_contents=keeps_contents)
+        self.runner.release_cache(pack_ints(self.pool.contents() if keeps_contents else []))
         self.runner.restore_cache()
 
     def mark_epoch(self, epoch: int) -> None:

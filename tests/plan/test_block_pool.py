@@ -93,6 +93,16 @@ class AnyOrder(RuleBasedStateMachine):
             self.pool.check()
             assert self.pool.num_free + self.pool.num_cached + self.pool.num_used == NUM_BLOCKS
 
+    @invariant()
+    def contents_are_what_is_held_or_cached(self) -> None:
+        """A suspend loses the rest."""
+        if hasattr(self, "pool"):
+            watch, contents = self.pool.watch, self.pool.contents()
+            assert len(contents) == self.pool.num_cached + self.pool.num_used
+            assert contents == sorted(set(contents))
+            assert set(contents) >= set(watch.holders)
+            assert watch.has_weak_keys or set(contents) == {*watch.holders, *watch.idle}
+
 
 class AnyOrderWithWeakKeys(AnyOrder):
     """The same where all prefixes of one length have one key: an attacker who finds collisions at will."""

@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from megallm.core_async.errors import EngineDeadError, RankLostError
-from megallm.core_async.messages import ReleaseCache, RestoreCache, StepPlan
+from megallm.core_async.messages import ReleaseCache, RestoreCache, StepPlan, pack_ints
 from megallm.core_async.plan.phases import Phase
 from tests.fakes import continuation
 from tests.loops import EVERY_LOOP
@@ -75,9 +75,10 @@ async def test_a_rank_that_raises_ends_all_with_the_same_cause(place: int) -> No
 async def test_the_cache_of_every_rank_is_given_back_and_taken() -> None:
     """A suspend that leaves one rank's memory taken is none."""
     async with running_pair() as pair:
-        await pair.leader.address.ask(ReleaseCache(keep_contents=True))
+        await pair.leader.address.ask(ReleaseCache(pack_ints([3, 5])))
         assert pair.follower_runner.is_released
         assert pair.leading.runner.is_released
+        assert pair.leading.runner.kept == pair.follower_runner.kept == [3, 5]
         await pair.leader.address.ask(RestoreCache())
         assert not pair.follower_runner.is_released
         assert not pair.leading.runner.is_released

@@ -70,8 +70,9 @@ async def test_the_cache_is_released_and_restored_behind_the_steps(collects_at_o
     async with anyio.create_task_group() as tasks:
         await tasks.start(worker.run)
         await link.launch(step(1))
-        await link.release_cache(keep_contents=True)
+        await link.release_cache(pack_ints([1]))
         assert runner.is_released
+        assert runner.kept == [1]
         assert [plan.step for plan in runner.plans] == [1]
         await link.restore_cache()
         assert not runner.is_released
@@ -104,4 +105,4 @@ async def test_a_worker_that_fails_fails_the_collect(collects_at_once: bool) -> 
     with pytest.raises(ActorGone):
         await link.launch(step(2))
     with pytest.raises(ActorGone):
-        await link.release_cache(keep_contents=True)
+        await link.release_cache(pack_ints([1]))

@@ -46,7 +46,8 @@ FAULT = Fault("ValueError", "no", None)
     [
         Go(),
         RunStep(PLAN),
-        ChangeCache(is_release=True),
+        ChangeCache(is_release=True, kept=pack_ints([0, 7, 200_000])),
+        ChangeCache(is_release=False),
         CallEnded(1),
         CallEnded(2, FAULT),
         AskWhere(),

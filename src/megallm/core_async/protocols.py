@@ -6,7 +6,7 @@ Tests put fakes here. Knows messages; knows no implementation.
 from collections.abc import Sequence
 from typing import Protocol
 
-from megallm.core_async.messages import StepPlan, StepResult
+from megallm.core_async.messages import Ints, StepPlan, StepResult
 
 
 class PendingStep(Protocol):
@@ -39,12 +39,15 @@ class Runner(Protocol):
         """Queues one step; returns before it has run where the device allows."""
         ...
 
-    def release_cache(self, *, keep_contents: bool) -> None:
-        """Gives the cache's device memory back, its contents to host memory or nowhere."""
+    def release_cache(self, kept: Ints) -> None:
+        """Gives the cache's device memory back; what the `kept` blocks hold survives in host memory.
+
+        What the others hold is lost.
+        """
         ...
 
     def restore_cache(self) -> None:
-        """Takes the cache's device memory again, with the contents that were kept."""
+        """Takes the cache's device memory again, with the contents of the blocks that were kept."""
         ...
 
     def close(self) -> None:
@@ -83,8 +86,11 @@ class Link(Protocol):
         """Waits for the oldest plan in flight."""
         ...
 
-    async def release_cache(self, *, keep_contents: bool) -> None:
-        """Makes every rank give its cache's device memory back; no plan may be in flight."""
+    async def release_cache(self, kept: Ints) -> None:
+        """Makes every rank give its cache's device memory back, the `kept` blocks' contents to host memory.
+
+        No plan may be in flight.
+        """
         ...
 
     async def restore_cache(self) -> None:

@@ -7,13 +7,15 @@ from megallm.core_async.messages import (
     BlockCounts,
     CountBlocks,
     ForgetPrefixes,
+    ListContents,
     ReportPrefixes,
     ReserveBlocks,
+    pack_ints,
 )
 from megallm.core_async.plan.block_pool import BlockPool
 from megallm.core_async.plan.prefix_changes import PrefixChanges
 
-type AllocatorMessage = ReserveBlocks | ForgetPrefixes | CountBlocks | ReportPrefixes
+type AllocatorMessage = ReserveBlocks | ForgetPrefixes | CountBlocks | ListContents | ReportPrefixes
 
 
 class Allocator(Actor[AllocatorMessage]):
@@ -42,5 +44,7 @@ class Allocator(Actor[AllocatorMessage]):
             case CountBlocks():
                 pool = self._pool
                 return BlockCounts(pool.num_blocks, pool.num_free, pool.num_cached, pool.num_used)
+            case ListContents():
+                return pack_ints(self._pool.contents())
             case _:
                 assert_never(message)

@@ -11,6 +11,8 @@ from megallm.core_async.messages import (
     AdmitHeld,
     FinishAll,
     HoldNew,
+    Ints,
+    ListContents,
     Pause,
     PreemptAll,
     PumpRested,
@@ -38,7 +40,7 @@ class LifecycleActor(Actor[LifecycleMessage]):
     def __init__(  # everything it moves
         self,
         gate: Gate,
-        scheduler: Address[HoldNew | AdmitHeld | PreemptAll | FinishAll],
+        scheduler: Address[HoldNew | AdmitHeld | PreemptAll | FinishAll | ListContents],
         detokenizer: Address[TokenBatch],
         link: Link,
         kv_mode: KvMode,
@@ -135,7 +137,11 @@ class LifecycleActor(Actor[LifecycleMessage]):
                 return None
 
     async def _release_cache(self) -> None:
-        if self._kv_mode == "recompute":
+        if self._kv_mode == "persist":
+            return
+        kept = Ints(b"")
+        if self._kv_mode == "offload":
+            kept = await self._scheduler.ask(ListContents())
+        else:
             await self._scheduler.ask(PreemptAll())
-        if self._kv_mode != "persist":
-            await self._link.release_cache(keep_contents=self._kv_mode == "offload")
+        await self._link.release_cache(kept)

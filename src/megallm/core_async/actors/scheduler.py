@@ -12,6 +12,7 @@ from megallm.core_async.messages import (
     FinishAll,
     ForgetPrefixes,
     HoldNew,
+    ListContents,
     NewRequest,
     NextStep,
     Planned,
@@ -25,7 +26,9 @@ from megallm.core_async.messages import (
 from megallm.core_async.plan.flight import Outcome
 from megallm.core_async.plan.roster import Roster
 
-type SchedulerMessage = Submit | NextStep | PreemptAll | FinishAll | HoldNew | AdmitHeld | SetEpoch
+type SchedulerMessage = (
+    Submit | NextStep | PreemptAll | FinishAll | HoldNew | AdmitHeld | SetEpoch | ListContents
+)
 
 
 class Scheduler(Actor[SchedulerMessage]):
@@ -36,7 +39,7 @@ class Scheduler(Actor[SchedulerMessage]):
     """Submissions of one turn of the loop, one message each; the engine refuses more as EngineBusy."""
 
     def __init__(
-        self, roster: Roster, allocator: Address[ReserveBlocks | ForgetPrefixes], gate: Gate
+        self, roster: Roster, allocator: Address[ReserveBlocks | ForgetPrefixes | ListContents], gate: Gate
     ) -> None:
         super().__init__()
         self._roster = roster
@@ -60,6 +63,9 @@ class Scheduler(Actor[SchedulerMessage]):
             case AdmitHeld():
                 self._roster.admit_held()
                 self._gate.need()
+            case ListContents():
+                await self._give_back()
+                return await self._allocator.ask(message)
             case SetEpoch(epoch):
                 self._roster.mark_epoch(epoch)
                 await self._forget_prefixes()

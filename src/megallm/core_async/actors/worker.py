@@ -56,8 +56,8 @@ class Worker(ThreadActor[WorkerMessage]):
                 while len(self._pending) > 1:  # the device has its next work before its last is waited for
                     self._pending.popleft().result()
                 return None
-            case ReleaseCache(keep_contents):
-                self._runner.release_cache(keep_contents=keep_contents)
+            case ReleaseCache(kept):
+                self._runner.release_cache(kept)
                 return None
             case RestoreCache():
                 self._runner.restore_cache()

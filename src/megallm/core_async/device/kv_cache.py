@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megallm.core_async.device.fixed_memory import FixedMemory, reserved
+from megallm.core_async.device.offload import HostBlocks
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -100,8 +101,13 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         num_scratch: int = 0,
+        host: HostBlocks | None = None,
     ) -> None:
-        """`num_scratch`: blocks after the others, for rows that fill up a batch and mean nothing."""
+        """`num_scratch`: blocks after the others, for rows that fill up a batch and mean nothing.
+
+        `host`: where kept contents go when the memory is released, and the cache's from then on; without it
+        as the device needs it.
+        """
         self.num_blocks = num_blocks
         self._num_scratch = num_scratch
         self.block_size = block_size
@@ -109,6 +115,8 @@ class PagedCache:
         self._shapes = list(shapes)
         self._dtype = dtype
         self._device = device
+        self._host = HostBlocks(is_pinned=True) if host is None and device.type == "cuda" else host
+        """None on a CPU: what is kept stays where it is."""
         self._kept: list[tuple[Tensor, Tensor]] | None = None
         self._memory: FixedMemory | None = None
 
@@ -143,14 +151,22 @@ class PagedCache:
         self._memory.take()
         self._place_in(self._memory.tensor(self._device).zero_())
 
-    def release(self, *, keep_contents: bool) -> None:
-        """Gives the device memory back to the driver; the contents move to host memory, or are lost.
+    def release(self, kept: NDArray[np.int32]) -> None:
+        """Gives the device memory back; what is in the `kept` blocks, each once, moves to host memory.
 
-        On a CPU kept contents simply stay where they are.
+        What the others hold is lost. On a CPU nothing moves: where anything is to be kept, all stays.
         """
+        assert not len(kept) or 0 <= kept.min() <= kept.max() < self.num_blocks, (
+            f"blocks {kept.min()} to {kept.max()} are to be kept, of {self.num_blocks}"
+        )
         self._kept = None
-        if keep_contents:
-            self._kept = [(layer.keys.to("cpu"), layer.values.to("cpu")) for layer in self.layers]
+        if self._host is not None:
+            self._host.drop()
+        if len(kept):
+            if self._host is None:
+                self._kept = [(layer.keys, layer.values) for layer in self.layers]
+            else:
+                self._host.save(self._tensors(), kept)
         for layer in self.layers:
             layer.place(None, None)
         if self._device.type == "cuda":
@@ -160,23 +176,27 @@ class PagedCache:
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Takes the device memory again, with the contents where `release` kept them."""
+        """Takes the device memory again, with the contents that `release` kept."""
         kept, self._kept = self._kept, None
-        if kept is not None and self._device.type == "cpu":
+        if kept is not None:
             for layer, (keys, values) in zip(self.layers, kept, strict=True):
                 layer.place(keys, values)
             return
         self.allocate()
-        for layer, (keys, values) in zip(self.layers, kept or [], strict=False):
-            layer.keys.copy_(keys)
-            layer.values.copy_(values)
+        if self._host is not None:
+            self._host.load(self._tensors())
 
     def close(self) -> None:
         """Gives everything back, the addresses too; may be called twice."""
-        self.release(keep_contents=False)
+        self.release(np.empty(0, dtype=np.int32))
+        if self._host is not None:
+            self._host.close()
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
 
     def _tensor_shapes(self) -> Iterator[tuple[torch.Size, torch.Size]]:
         """Yields the shapes of each layer's keys and values."""

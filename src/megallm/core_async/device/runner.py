@@ -30,7 +30,7 @@ from megallm.core_async.device.step_inputs import StepInputs, inputs_of
 from megallm.core_async.device.token_choice import TokenChoice
 from megallm.core_async.errors import UnsupportedModelError
 from megallm.core_async.matchers import Matchers
-from megallm.core_async.messages import StepPlan
+from megallm.core_async.messages import Ints, StepPlan
 
 if TYPE_CHECKING:
     from megallm.core_async.device.captured import StepOutputs
@@ -164,12 +164,12 @@ class TorchRunner:
         self._hook.unbind()
         self._cache.close()
 
-    def release_cache(self, *, keep_contents: bool) -> None:
+    def release_cache(self, kept: Ints) -> None:
         """See `protocols.Runner.release_cache`."""
         if self._graphs is not None and not self._cache.keeps_addresses:
             self._graphs.drop()
         with torch.inference_mode():
-            self._cache.release(keep_contents=keep_contents)
+            self._cache.release(column_of(kept))
 
     def restore_cache(self) -> None:
         """See `protocols.Runner.restore_cache`."""

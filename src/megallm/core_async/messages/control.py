@@ -54,6 +54,13 @@ class AdmitHeld(Ask[None], frozen=True):
     """Queue the requests that were kept aside, and those that come."""
 
 
+class ListContents(Ask[Ints], frozen=True):
+    """Say which blocks some row holds or a prefix may find, ascending: what the others hold is never read.
+
+    Asked of the scheduler, which asks the allocator, while no step is in flight.
+    """
+
+
 class SetEpoch(Ask[None], frozen=True):
     """Stamp what is generated from now on with the number of the weights it comes from."""
 

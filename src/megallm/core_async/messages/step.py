@@ -129,12 +129,12 @@ class FollowStep(Ask[None], frozen=True):
 class ReleaseCache(Ask[None], frozen=True):
     """Give the cache's device memory back."""
 
-    keep_contents: bool
-    """Move the contents to host memory; else they are lost."""
+    kept: Ints
+    """Blocks whose contents move to host memory, each once; what the others hold is lost."""
 
 
 class RestoreCache(Ask[None], frozen=True):
-    """Take the cache's device memory again, with the contents that were kept."""
+    """Take the cache's device memory again, with the contents of the blocks that were kept."""
 
 
 type WorkerMessage = LaunchStep | CollectStep | FollowStep | ReleaseCache | RestoreCache

@@ -88,6 +88,11 @@ class BlockPool:
         """Blocks that some row holds."""
         return self._num_blocks - len(self._free) - len(self._cached)
 
+    def contents(self) -> list[BlockId]:
+        """Gives the blocks that some row holds or a prefix may find, ascending; O(blocks of the pool)."""
+        free = set(self._free)
+        return [block for block in map(BlockId, range(self._num_blocks)) if block not in free]
+
     def table(self, row: Row) -> list[BlockId]:
         """Gives a copy of the row's block table; empty when it holds none."""
         return self._tables.get(row, []).copy()

@@ -131,8 +131,8 @@ class Follower(Led[FromLeader]):
         match frame:
             case RunStep(plan):
                 job = _Job(worker.send(FollowStep(plan)), None)
-            case ChangeCache(is_release, keep_contents):
-                change = ReleaseCache(keep_contents) if is_release else RestoreCache()
+            case ChangeCache(is_release, kept):
+                change = ReleaseCache(kept) if is_release else RestoreCache()
                 job = _Job(worker.send(change), CacheChanged())
         self._jobs.append(job)
         self._has_jobs.set()

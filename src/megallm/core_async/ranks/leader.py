@@ -314,8 +314,8 @@ class Leader:
 def _change(message: object) -> ChangeCache:
     """Gives what the other ranks are told where the engine asks for a change of the cache."""
     match message:
-        case ReleaseCache(keep_contents):
-            return ChangeCache(is_release=True, keep_contents=keep_contents)
+        case ReleaseCache(kept):
+            return ChangeCache(is_release=True, kept=kept)
         case RestoreCache():
             return ChangeCache(is_release=False)
         case _:

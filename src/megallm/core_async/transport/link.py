@@ -6,6 +6,7 @@ from megallm.core_async.kit.actor import Address
 from megallm.core_async.kit.reply import Reply
 from megallm.core_async.messages import (
     CollectStep,
+    Ints,
     LaunchStep,
     ReleaseCache,
     RestoreCache,
@@ -45,9 +46,9 @@ class LocalLink:
         self._coming.popleft()
         return result
 
-    async def release_cache(self, *, keep_contents: bool) -> None:
+    async def release_cache(self, kept: Ints) -> None:
         """See Link."""
-        await self._worker.ask(ReleaseCache(keep_contents))
+        await self._worker.ask(ReleaseCache(kept))
 
     async def restore_cache(self) -> None:
         """See Link."""

@@ -5,7 +5,7 @@ One `RunStep` to each rank is all that a step costs; no answer to it is sent.
 
 from msgspec import Struct
 
-from megallm.core_async.messages import StepPlan, TokenBatch
+from megallm.core_async.messages import Ints, StepPlan, TokenBatch
 from megallm.core_async.transport.frames import Fault
 from megallm.core_async.transport.framing import Kinds
 
@@ -40,7 +40,8 @@ class ChangeCache(Struct, frozen=True, tag=True, array_like=True):
     """Give the cache's memory back, or take it again; answered by `CacheChanged`."""
 
     is_release: bool
-    keep_contents: bool = False
+    kept: Ints = Ints(b"")
+    """See `ReleaseCache`: each rank has the same blocks of its own layers."""
 
 
 class Gave(Struct, frozen=True, tag=True, array_like=True):
