@@ -52,6 +52,14 @@ def test_long_chunks_go_to_the_second(
     assert (usual.num_steps, for_chunks.num_steps) == ((0, 1) if takes_chunks else (1, 0))
 
 
+@pytest.mark.parametrize(("usual", "other"), [(True, True), (True, False), (False, True), (False, False)])
+def test_heads_are_normed_where_both_do(usual: bool, other: bool) -> None:  # noqa: FBT001 - a parameter of the test
+    """A layer is bound once, and runs on either."""
+    backends = Counting("a"), Counting("b")
+    backends[0].norms_heads, backends[1].norms_heads = usual, other
+    assert ChosenAttention(*backends).norms_heads == (usual and other)
+
+
 def test_either_ones_refusal_counts() -> None:
     """A step must run whichever is chosen."""
     assert ChosenAttention(Counting("a"), Counting("b")).refusal(SHAPE) is None

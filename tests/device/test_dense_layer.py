@@ -1,11 +1,19 @@
 """The dense layer as one function, against megatron's own layer."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megallm.core_async.device.attention_sdpa import SdpaAttention
-from megallm.core_async.device.dense_layer import Attend, TorchOps, dense_layer, has_dense_options
+from megallm.core_async.device.dense_layer import (
+    Attend,
+    TorchOps,
+    dense_layer,
+    has_dense_options,
+    head_norms_of,
+)
 from megallm.core_async.device.kv_cache import LayerCache
 from megallm.core_async.device.model import ModelHook
 from tests.device.conftest import built
@@ -53,6 +61,44 @@ def test_layer_gives_what_megatrons_gives(name: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert context is None
     assert hidden.equal(kept), "the caller's hidden states are its own"
+
+
+def test_norms_of_heads_are_left_to_attention_that_norms() -> None:
+    """Its queries and keys come as the projection gives them, so that they are normed once."""
+    name, hidden = "query and key norms, biases", hidden_of(7)
+    layer = layer_of(name)
+    whole, norms = whole_sequence_attention(layer), head_norms_of(layer.self_attention)
+    assert norms is not None
+    assert norms.query is not None
+    assert norms.key is not None
+    query_norm, key_norm = norms.query.module, norms.key.module
+    assert (query_norm, key_norm) == (layer.self_attention.q_layernorm, layer.self_attention.k_layernorm)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return whole(query_norm(query), key_norm(key), value)
+
+    with torch.inference_mode(), plain_attention(built(name)), cpu_is_current():
+        expected, _ = type(layer).forward(layer, hidden_states=hidden, attention_mask=None)
+        forward = dense_layer(layer, attend, TorchOps(), refuse, attend_norms_heads=True)
+        got, _ = forward(hidden, attention_mask=None)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_head_norms_are_the_layers_own_and_none_where_it_has_none() -> None:
+    """One of the two may be missing; an epsilon that torch chooses by the dtype is torch's to apply."""
+    norm, without = nn.RMSNorm(8, eps=0.25), nn.Identity()
+
+    def found(query: nn.Module | None, key: nn.Module | None) -> list[tuple[nn.Module, float] | None] | None:
+        norms = head_norms_of(SimpleNamespace(q_layernorm=query, k_layernorm=key))
+        if norms is None:
+            return None
+        return [one and (one.module, one.epsilon) for one in (norms.query, norms.key)]
+
+    assert found(norm, None) == [(norm, 0.25), None]
+    assert found(without, norm) == [None, (norm, 0.25)]
+    assert found(norm, norm) == [(norm, 0.25)] * 2
+    assert found(without, None) is None
+    assert found(norm, nn.RMSNorm(8)) is None
 
 
 def test_hook_registered_later_on_any_module_inside_is_honoured() -> None:

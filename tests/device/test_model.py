@@ -8,15 +8,20 @@ from megatron.core.transformer.attention import CrossAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from megallm.core_async.device.attention import LayerShape
+from megallm.core_async.device.attention import Attention, LayerShape
 from megallm.core_async.device.attention_sdpa import SdpaAttention
+from megallm.core_async.device.attention_triton import TritonAttention
 from megallm.core_async.device.dense_layer import TorchOps
-from megallm.core_async.device.kv_cache import LayerCache
+from megallm.core_async.device.kv_cache import CacheShape, LayerCache, PagedCache
 from megallm.core_async.device.model import ModelHook
+from megallm.core_async.device.rows import Rows
+from megallm.core_async.device.step_inputs import inputs_of
 from megallm.core_async.errors import UnsupportedModelError
+from megallm.core_async.messages import Ints, StepPlan, pack_ints
 from tests.device.conftest import StartRunner, built
-from tests.device.models import Megatron, cpu_is_current, plain_logits
+from tests.device.models import Megatron, cpu_is_current, plain_continuation, plain_logits
 
 
 def snapshot(model: Megatron) -> dict[str, Any]:  # Any: whatever a module holds
@@ -193,3 +198,90 @@ def test_core_attention_of_a_subclass_is_known() -> None:
         type(built("latent attention").decoder.layers[0].self_attention.core_attention), DotProductAttention
     )
     ModelHook(built("latent attention"))
+
+
+class RecordingOps(TorchOps):
+    """torch's arithmetic, which keeps how wide the rows of each norm were."""
+
+    def __init__(self) -> None:
+        self.widths: list[int] = []
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Gives each row over its root mean square, times `weight`."""
+        self.widths.append(rows.shape[-1])
+        return super().rms_norm(rows, weight, epsilon)
+
+
+def refuse_scores(logits: Tensor, first: int) -> None:
+    """Stands for what takes a prompt's logits, which nobody asks for."""
+    raise AssertionError(f"{len(logits)} tokens after {first} were scored")
+
+
+def continuation(hook: ModelHook, attention: Attention, prompt: list[int]) -> Tensor:
+    """Gives the logits, `[6, vocab]`, of greedy steps: a prompt's chunk, and decode rows after it."""
+    rows = Rows(max_requests=1, max_sequence_length=32, block_size=4, device=torch.device("cpu"))
+    rows.block_tables[0] = range(rows.block_tables.shape[1])
+    nothing, tokens, logits = Ints(b""), list(prompt), list[Tensor]()
+    for step in range(6):
+        start = len(tokens) - 1 if step else 0
+        plan = StepPlan(
+            step=step,
+            num_decode=int(step > 0),
+            rows=pack_ints([0]),
+            starts=pack_ints([start]),
+            lengths=pack_ints([len(tokens) - start]),
+            samples=bytes([1]),
+            tokens=nothing if step else pack_ints(tokens),
+            new_rows=[],
+            changed_rows=nothing,
+            changed_starts=nothing,
+            changed_counts=nothing,
+            blocks=nothing,
+        )
+        inputs = inputs_of(plan, rows, block_size=4, device=torch.device("cpu"), rope=hook.rope)
+        with torch.inference_mode():
+            attention.begin_step(inputs.batch)
+            logits.append(hook.forward(inputs, refuse_scores)[0])
+            rows.last_tokens[0] = logits[-1].argmax()
+        tokens.append(int(rows.last_tokens[0]))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("watched", [None, "mlp.linear_fc2", "self_attention.q_layernorm"])
+@pytest.mark.parametrize("backend", [TritonAttention(), SdpaAttention(4)], ids=["triton", "sdpa"])
+@pytest.mark.filterwarnings(
+    # Triton's interpreter computes the lanes, too, whose result a mask leaves out
+    "ignore:invalid value encountered in:RuntimeWarning"
+)
+def test_queries_and_keys_are_normed_once_whoever_norms_them(backend: Attention, watched: str | None) -> None:
+    """A backend that norms heads does in the layers that run as one function; megatron in a watched one."""
+    model, prompt = built("query and key norms, biases"), [3, 1, 4, 1, 5]
+    hook, ops = ModelHook(model), RecordingOps()
+    shapes = [
+        CacheShape(layer.num_kv_heads, layer.head_dim, layer.value_head_dim)
+        for layer in hook.shape.attention_layers
+    ]
+    caches = PagedCache(shapes, num_blocks=8, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    caches.allocate()
+    ran: list[int] = []
+
+    def see(module: nn.Module, args: object, out: object) -> None:
+        ran.append(1)
+
+    handles: list[RemovableHandle] = []
+    if watched is not None:
+        handles.append(model.decoder.layers[1].get_submodule(watched).register_forward_hook(see))
+    hook.bind(backend, caches.layers, ops, max_positions=32)
+    try:
+        logits = continuation(hook, backend, prompt)
+    finally:
+        hook.unbind()
+        for handle in handles:
+            handle.remove()
+    greedy = plain_continuation(model, prompt, 6)
+    assert logits.argmax(-1).tolist() == greedy
+    expected = plain_logits(model, prompt + greedy[:-1])[len(prompt) - 1 :]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert len(ran) == (0 if watched is None else 6)
+    num_own = 0 if backend.norms_heads else 2 if watched else 3
+    assert ops.widths.count(16) == 6 * 2 * num_own

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megallm.core_async.device import tile_choice
 from megallm.core_async.device.dense_layer import TorchOps
 from megallm.core_async.device.triton_ops import TritonOps
 
@@ -39,3 +40,38 @@ def test_product_of_no_rows_is_empty() -> None:
     """A step that samples nothing has none for the output layer, whose tokens are many."""
     rows, weight = torch.empty(0, 1, 16).half(), torch.zeros(70_000, 16).half()
     assert TritonOps().linear(rows, weight, None).shape == (0, 1, 70_000)
+
+
+@pytest.mark.parametrize("num_rows", [40, 70])
+def test_products_that_are_tiled_give_what_torch_gives(num_rows: int) -> None:
+    """From some rows on a product of enough inputs takes the tiled kernel, with its gate or in parts."""
+    ours, torchs = TritonOps(), TorchOps()
+    rows, residual = torch.randn(num_rows, 1024).half() / 16, torch.randn(num_rows, 96).half()
+    weight, norm = torch.randn(96, 1024).half(), torch.rand(96).half()
+    wide = torch.randn(4096, 1024).half()
+    assert tile_choice.split(num_rows, 96, 1024) is not None
+    assert tile_choice.gated(num_rows, 48, 1024) is not None
+    assert tile_choice.whole(num_rows, 4096, 1024) is not None
+    sums, normed = ours.add_linear_norm(residual, rows, weight, None, norm, 1e-5)
+    expected_sums, expected_normed = torchs.add_linear_norm(residual, rows, weight, None, norm, 1e-5)
+    torch.testing.assert_close(sums, expected_sums, rtol=1e-2, atol=6e-2)
+    torch.testing.assert_close(normed, expected_normed, rtol=1e-2, atol=1e-2)
+    for got, expected in (
+        (ours.gated_linear(rows, weight, None), torchs.gated_linear(rows, weight, None)),
+        (ours.linear(rows, wide, None), torchs.linear(rows, wide, None)),
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=6e-2)
+
+
+def test_residual_is_overwritten_only_where_it_may_be() -> None:
+    """What a layer was given may be somebody's; what is summed within it is nobody's."""
+    ours = TritonOps()
+    rows, residual = torch.randn(300, 64).half(), torch.randn(300, 96).half()
+    weight, norm = torch.randn(96, 64).half(), torch.rand(96).half()
+    kept = residual.clone()
+    sums, normed = ours.add_linear_norm(residual, rows, weight, None, norm, 1e-5)
+    assert residual.equal(kept)
+    again, normed_again = ours.add_linear_norm(residual, rows, weight, None, norm, 1e-5, may_overwrite=True)
+    assert again.data_ptr() == residual.data_ptr()
+    torch.testing.assert_close(again, sums, rtol=1e-2, atol=6e-2)
+    torch.testing.assert_close(normed_again, normed, rtol=1e-2, atol=1e-2)

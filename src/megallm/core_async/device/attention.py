@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from megallm.core_async.device.kv_cache import LayerCache
 
@@ -36,13 +36,35 @@ class LayerShape(Struct, frozen=True):
     """The softmax has one more term per head, a logit without a value."""
 
 
+class HeadNorm(Struct, frozen=True, eq=False):
+    """The norm of queries or of keys: each head over its root mean square, times a weight."""
+
+    module: nn.RMSNorm
+    """The model's own, over `head_dim`."""
+    epsilon: float
+
+    @property
+    def weight(self) -> Tensor:
+        """Gives the module's weight as it is now, `[head_dim]`: a trainer may put another in its place."""
+        return self.module.weight
+
+
+class HeadNorms(Struct, frozen=True, eq=False):
+    """The norms of a layer's queries and keys, before they turn; None where it has no such norm."""
+
+    query: HeadNorm | None = None
+    key: HeadNorm | None = None
+
+
 class PagedLayer(Struct, frozen=True, eq=False):
-    """One attention layer as a backend sees it: facts, place of its keys and values, sinks."""
+    """One attention layer as a backend sees it: facts, place of its keys and values, sinks, norms."""
 
     shape: LayerShape
     cache: LayerCache
     sinks: Tensor | None = None
     """`[num_heads]`, the model's own tensor, so that an update in place is seen."""
+    norms: HeadNorms | None = None
+    """What queries and keys still lack when they arrive; for a backend that norms heads alone."""
 
 
 class AttentionBatch(Struct, frozen=True, eq=False):
@@ -91,6 +113,11 @@ class Attention(Protocol):
     @property
     def name(self) -> str:
         """What the user calls it."""
+        ...
+
+    @property
+    def norms_heads(self) -> bool:
+        """It takes layers with `norms`; else queries and keys must arrive normed."""
         ...
 
     def refusal(self, shape: LayerShape) -> str | None:

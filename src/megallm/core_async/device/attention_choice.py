@@ -35,6 +35,7 @@ class ChosenAttention:
         self._for_chunks = for_chunks
         self._chosen = usual
         self.name = f"{usual.name} and {for_chunks.name}"
+        self.norms_heads = usual.norms_heads and for_chunks.norms_heads
 
     def refusal(self, shape: LayerShape) -> str | None:
         """Says why one of the two can't run such a layer; see `Attention.refusal`."""

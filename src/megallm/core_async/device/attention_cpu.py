@@ -19,6 +19,7 @@ class CpuAttention:
     """Attention by the paged kernel: one call for all rows of a step, decode rows and chunks alike."""
 
     name = "cpu"
+    norms_heads = False
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
@@ -38,6 +39,7 @@ class CpuAttention:
         """Gives `[tokens, num_heads * value_head_dim]`; see `Attention.attend`."""
         batch, shape = self._batch, layer.shape
         assert batch is not None, "attend before begin_step"
+        assert layer.norms is None, "queries and keys must arrive normed"
         query = query.flatten(1, -2)
         cosines, sines = (batch.cosines, batch.sines) if shape.uses_rope else (None, None)
         if cosines is not None and sines is not None and batch.is_rope_interleaved:
@@ -102,8 +104,11 @@ class CpuOps:
         bias: Tensor | None,
         norm_weight: Tensor,
         epsilon: float,
+        *,
+        may_overwrite: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Gives `residual + rows @ weight.T + bias` and its norm."""
+        del may_overwrite
         return self.add_rms_norm(self.linear(rows, weight, bias), residual, norm_weight, epsilon)
 
     def gated_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

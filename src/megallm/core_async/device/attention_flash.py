@@ -15,6 +15,7 @@ class FlashAttention:
     """One call for all rows of a step; a decode row is a row of one query."""
 
     name = "flash"
+    norms_heads = True
 
     def __init__(self, library: FlashLibrary, block_size: int, dtype: torch.dtype) -> None:
         self._library = library

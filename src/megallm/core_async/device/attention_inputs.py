@@ -1,4 +1,4 @@
-"""What comes before attention on CUDA: rotary positions, and the cache write.
+"""What comes before attention on CUDA: norms of heads, rotary positions, and the cache write.
 
 Knows tensors and a step's batch; knows no attention. Import it only where it runs, as the kernels.
 """
@@ -12,7 +12,8 @@ from megallm.core_async.device.attention import AttentionBatch, PagedLayer
 def turned(layer: PagedLayer, batch: AttentionBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Turns and writes keys, writes values; gives `[tokens, kv_heads, heads per kv head, head_dim]`, turned.
 
-    `query` comes as `Attention.attend` takes it, and is overwritten where it may be.
+    Norms both first, where the layer says so. `query` comes as `Attention.attend` takes it, and is
+    overwritten where it may be.
     """
     shape = layer.shape
     if query.dim() == 3:  # noqa: PLR2004 - heads not yet by kv head
@@ -27,5 +28,6 @@ def turned(layer: PagedLayer, batch: AttentionBatch, query: Tensor, key: Tensor,
         batch.slots,
         layer.cache,
         is_interleaved=batch.is_rope_interleaved,
+        norms=layer.norms,
     )
     return query

@@ -17,6 +17,8 @@ class InvariantAttention:
     """One kernel for all rows of a step: a decode row is a row of one query."""
 
     name = "triton"
+    norms_heads = False
+    """A norm's sum is in an order that changes with how many tokens a program turns."""
 
     def __init__(self) -> None:
         self._batch: AttentionBatch | None = None
@@ -44,6 +46,7 @@ class InvariantAttention:
         batch, shape = self._batch, layer.shape
         table_rows, kv_lengths = self._table_rows, self._kv_lengths
         assert batch is not None, "attend before begin_step"
+        assert layer.norms is None, "queries and keys must arrive normed"
         assert table_rows is not None, "attend before begin_step"
         assert kv_lengths is not None, "attend before begin_step"
         query = turned(layer, batch, query, key, value)

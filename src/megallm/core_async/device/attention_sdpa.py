@@ -53,6 +53,7 @@ class SdpaAttention:
     """Attention by `scaled_dot_product_attention`; by two products where the layer has sinks or a softcap."""
 
     name = "sdpa"
+    norms_heads = False
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -81,6 +82,7 @@ class SdpaAttention:
         """Gives `[tokens, num_heads * value_head_dim]`; see `Attention.attend`."""
         batch = self._batch
         assert batch is not None, "attend before begin_step"
+        assert layer.norms is None, "queries and keys must arrive normed"
         query = query.flatten(1, -2)
         if layer.shape.uses_rope:
             assert batch.cosines is not None

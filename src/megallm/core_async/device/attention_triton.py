@@ -17,10 +17,11 @@ MAX_HEAD_DIM = 256
 class TritonAttention:
     """Attention by the paged kernels: one for the step's decode rows, one for its chunks.
 
-    Both write into one tensor. Rotary positions and the cache write are a kernel before them.
+    Both write into one tensor. Norms of heads, rotary positions and the cache write are a kernel before them.
     """
 
     name = "triton"
+    norms_heads = True
 
     def __init__(self) -> None:
         self._batch: AttentionBatch | None = None

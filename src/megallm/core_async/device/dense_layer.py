@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
+from megallm.core_async.device.attention import HeadNorm, HeadNorms
+
 type MegatronModule = Any  # megatron's modules are untyped, and their attributes are what this file reads
 type Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -43,8 +45,13 @@ class LayerOps(Protocol):
         bias: Tensor | None,
         norm_weight: Tensor,
         epsilon: float,
+        *,
+        may_overwrite: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Gives `residual + rows @ weight.T + bias` and its norm; overwrites neither input."""
+        """Gives `residual + rows @ weight.T + bias` and its norm.
+
+        `may_overwrite`: nobody needs `residual` afterwards; else both inputs stay as they are.
+        """
         ...
 
     def gated_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -92,8 +99,11 @@ class TorchOps:
         bias: Tensor | None,
         norm_weight: Tensor,
         epsilon: float,
+        *,
+        may_overwrite: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Gives `residual + rows @ weight.T + bias` and its norm."""
+        del may_overwrite
         return self.add_rms_norm(self.linear(rows, weight, bias), residual, norm_weight, epsilon)
 
     def gated_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -130,12 +140,14 @@ def dense_layer(
     *,
     following: MegatronModule | None = None,
     next_norm: NextNorm | None = None,
+    attend_norms_heads: bool = False,
 ) -> Callable[..., tuple[Tensor, None]]:
     """Gives a layer's forward over `[tokens, 1, hidden]`, as a step needs it.
 
     `megatrons` is the layer's own forward: it runs where somebody hooked a module inside the layer.
     `following` is the layer after it, if it is such a layer too: its first norm is then made here, with the
-    sum that it is of, and goes through `next_norm`.
+    sum that it is of, and goes through `next_norm`. `attend_norms_heads`: `attend` takes queries and keys as
+    the projection gives them, and norms them itself.
     """
     carried = NextNorm() if next_norm is None else next_norm
     attention, mlp = layer.self_attention, layer.mlp
@@ -148,7 +160,7 @@ def dense_layer(
     attention_ranks, mlp_ranks = _sharers(attention.linear_proj), _sharers(mlp.linear_fc2)
     num_groups: int = attention.num_query_groups_per_partition
     head_dim: int = attention.hidden_size_per_attention_head
-    query_norm, key_norm = _norm_or_none(attention.q_layernorm), _norm_or_none(attention.k_layernorm)
+    query_norm, key_norm = (None, None) if attend_norms_heads else _head_norms(attention)
 
     def forward(hidden_states: Tensor, **others: object) -> tuple[Tensor, None]:
         if any(hooks):
@@ -172,13 +184,25 @@ def dense_layer(
         if following is None:
             return _add_linear(ops, hidden, gated, mlp.linear_fc2, mlp_ranks)[:, None], None
         output, normed = _add_linear_norm(
-            ops, hidden, gated, mlp.linear_fc2, following.input_layernorm, mlp_ranks
+            ops, hidden, gated, mlp.linear_fc2, following.input_layernorm, mlp_ranks, may_overwrite=True
         )
         output = output[:, None]
         carried.put(output, normed)
         return output, None
 
     return forward
+
+
+def head_norms_of(attention: MegatronModule) -> HeadNorms | None:
+    """Gives the norms of a layer's queries and keys as a backend takes them over; None where it can't."""
+    norms = [norm for norm in _head_norms(attention) if norm is not None]
+    if not norms or any(norm.eps is None for norm in norms):
+        return None
+    query, key = (
+        None if norm is None or norm.eps is None else HeadNorm(module=norm, epsilon=norm.eps)
+        for norm in _head_norms(attention)
+    )
+    return HeadNorms(query=query, key=key)
 
 
 def has_dense_options(layer: MegatronModule) -> bool:
@@ -192,6 +216,10 @@ def has_dense_options(layer: MegatronModule) -> bool:
         or config.glu_linear_offset != 0
     )
     return config.gated_linear_unit and layer.mlp.activation_func is functional.silu and not leaves_out
+
+
+def _head_norms(attention: MegatronModule) -> tuple[nn.RMSNorm | None, nn.RMSNorm | None]:
+    return _norm_or_none(attention.q_layernorm), _norm_or_none(attention.k_layernorm)
 
 
 def _norm_or_none(norm: MegatronModule) -> nn.RMSNorm | None:
@@ -231,10 +259,14 @@ def _add_linear_norm(  # noqa: PLR0917 - a residual, a linear layer, a norm
     linear: MegatronModule,
     norm: MegatronModule,
     sharers: distributed.ProcessGroup | None,
+    *,
+    may_overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gives the same, and its norm."""
+    """Gives the same, and its norm; `may_overwrite` as `LayerOps.add_linear_norm`."""
     if sharers is None:
-        return ops.add_linear_norm(residual, rows, linear.weight, linear.bias, norm.weight, norm.eps)
+        return ops.add_linear_norm(
+            residual, rows, linear.weight, linear.bias, norm.weight, norm.eps, may_overwrite=may_overwrite
+        )
     output = _add_linear(ops, residual, rows, linear, sharers)
     return output, _norm(ops, norm, output)
 

@@ -73,8 +73,11 @@ class InvariantOps:
         bias: Tensor | None,
         norm_weight: Tensor,
         epsilon: float,
+        *,
+        may_overwrite: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Gives `residual + rows @ weight.T + bias` and its norm."""
+        del may_overwrite
         return triton_layer.add_rms_norm(self.linear(rows, weight, bias), residual, norm_weight, epsilon)
 
     def gated_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import get_pg_size
-from msgspec import Struct
+from msgspec import Struct, structs
 from torch import Tensor, nn
 
 from megallm.core_async.device.attention import Attention, LayerShape, PagedLayer
@@ -26,7 +26,7 @@ from megallm.core_async.device.attention_sites import (
     is_plain_linear,
     is_sliced_linear,
 )
-from megallm.core_async.device.dense_layer import LayerOps, NextNorm, dense_layer
+from megallm.core_async.device.dense_layer import LayerOps, NextNorm, dense_layer, head_norms_of
 from megallm.core_async.device.expert_layers import ExpertLayers
 from megallm.core_async.device.forwards import plain_linear, router_gate
 from megallm.core_async.device.kv_cache import LayerCache
@@ -219,22 +219,25 @@ class ModelHook:
         next_norm: NextNorm,
     ) -> None:
         sinks = sinks_of(site.attention, site.shape)
-        attend = partial(attention.attend, PagedLayer(shape=site.shape, cache=cache, sinks=sinks))
+        paged = PagedLayer(shape=site.shape, cache=cache, sinks=sinks)
 
         def forward(
             query: Tensor, key: Tensor, value: Tensor, *_unused: object, **_ignored: object
         ) -> Tensor:
-            return attend(query[:, 0], key[:, 0], value[:, 0])[:, None]
+            # megatron has normed queries and keys: this layer has no norms
+            return attention.attend(paged, query[:, 0], key[:, 0], value[:, 0])[:, None]
 
         self._swap(site.attention.core_attention, "forward", forward)
         if is_dense_layer(site.layer):
+            norms = head_norms_of(site.attention) if attention.norms_heads else None
             of_layer = dense_layer(
                 site.layer,
-                attend,
+                partial(attention.attend, structs.replace(paged, norms=norms)),
                 ops,
                 site.layer.forward,
                 following=self._dense_after(site.layer),
                 next_norm=next_norm,
+                attend_norms_heads=norms is not None,
             )
             self._swap(site.layer, "forward", of_layer)
 

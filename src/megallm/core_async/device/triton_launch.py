@@ -31,14 +31,19 @@ def chained(tensor: Tensor) -> dict[str, int | bool]:
     programs in waiting would take the room that running ones need, which cost a twelfth of a step of 32
     rows on an H200.
     """
-    if tensor.device.type == "cuda" and _can_chain(tensor.device.index or 0):
+    if can_chain(tensor.device):
         return {"CHAINED": _EARLY if tensor.shape[0] == 1 else _LATE, "launch_pdl": True}
     return {"CHAINED": _ALONE}
 
 
+def can_chain(device: torch.device) -> bool:
+    """Says whether a device is a card from Hopper on."""
+    return device.type == "cuda" and _capability(device.index or 0) >= _HOPPER
+
+
 @functools.cache
-def _can_chain(index: int) -> bool:
-    return torch.cuda.get_device_capability(index)[0] >= _HOPPER
+def _capability(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
 
 
 @triton.jit

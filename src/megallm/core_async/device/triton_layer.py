@@ -1,7 +1,8 @@
 """What a layer does between its products, one kernel each: norms, the gate, rotary positions, cache write.
 
-Each reads its inputs once and rounds once, at the end. Kernels in Triton. Knows tensors; knows no step and
-no model. Import it only where it runs: Triton comes with torch's CUDA builds alone.
+Each reads its inputs once and rounds once, at the end; what is normed before it turns, between the two as
+well. Kernels in Triton. Knows tensors; knows no step and no model. Import it only where it runs: Triton
+comes with torch's CUDA builds alone.
 """
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportCallIssue=false
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megallm.core_async.device.attention import HeadNorms
 from megallm.core_async.device.kv_cache import LayerCache
 from megallm.core_async.device.triton_launch import chained, follow
 
@@ -95,16 +97,19 @@ def turn_and_write(
     cache: LayerCache,
     *,
     is_interleaved: bool,
+    norms: HeadNorms | None = None,
 ) -> None:
-    """Turns `query` in place, and writes the turned key and the value of each token into its slot.
+    """Norms and turns `query` in place, and writes each token's key, likewise, and value into its slot.
 
     `query` is `[tokens, kv_heads, heads per kv head, head_dim]`, `key` and `value` `[tokens, kv_heads,
-    ..]`, strided but for the last dimension. Without cosines nothing turns.
+    ..]`, strided but for the last dimension. Without cosines nothing turns. What is normed is rounded
+    before it turns, as by a kernel of its own.
     """
     count, kv_heads, group, head_dim = query.shape
     keys, values = cache.flat_keys, cache.flat_values
     turns = cosines is not None and sines is not None
     rotary_dim = cosines.shape[-1] if cosines is not None else 0
+    query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
     tokens, num_warps = _tokens_for(count)
     _turn_and_write[(triton.cdiv(count, tokens), kv_heads)](
         query,
@@ -112,9 +117,13 @@ def turn_and_write(
         value,
         key if cosines is None else cosines,
         key if sines is None else sines,
+        query if query_norm is None else query_norm.weight,
+        key if key_norm is None else key_norm.weight,
         slots,
         keys,
         values,
+        0.0 if query_norm is None else query_norm.epsilon,
+        0.0 if key_norm is None else key_norm.epsilon,
         count,
         *query.stride()[:3],
         *key.stride()[:2],
@@ -125,13 +134,15 @@ def turn_and_write(
         GROUP=group,
         GROUP_WIDTH=triton.next_power_of_2(group),
         DIM=head_dim,
-        DIM_WIDTH=triton.next_power_of_2(head_dim),
         VALUE_DIM=value.shape[-1],
         VALUE_WIDTH=triton.next_power_of_2(value.shape[-1]),
         ROTARY_DIM=rotary_dim,
         HALF_WIDTH=triton.next_power_of_2(max(1, rotary_dim // 2)),
+        REST_WIDTH=triton.next_power_of_2(max(1, head_dim - rotary_dim)),
         TURNS=turns,
         IS_INTERLEAVED=is_interleaved,
+        NORMS_QUERY=query_norm is not None,
+        NORMS_KEY=key_norm is not None,
         num_warps=num_warps,
         **chained(query),
     )
@@ -182,31 +193,92 @@ def _gate_rows(rows, out, row_stride, width, GATE_WIDTH: tl.constexpr, CHAINED: 
 
 
 @triton.jit
-def _turned(a, b, table, cosines, sines, first, second, mask):
-    """Turns the pairs (a, b) of some vectors by the angles at `table`."""
+def _head(start, first, second, rest, is_pair, is_rest, TURNS: tl.constexpr, RESTS: tl.constexpr):
+    """Loads heads as the pairs that turn and the rest that does not; of what isn't loaded, a zero."""
+    a = 0.0
+    b = 0.0
+    passed = 0.0
+    if TURNS:
+        a = tl.load(start + first, mask=is_pair, other=0.0)
+        b = tl.load(start + second, mask=is_pair, other=0.0)
+    if RESTS:
+        passed = tl.load(start + rest, mask=is_rest, other=0.0)
+    return a, b, passed
+
+
+@triton.jit
+def _normed(head, weights, epsilon, DIM: tl.constexpr, TURNS: tl.constexpr, RESTS: tl.constexpr):
+    """Gives heads over their root mean square, times the weights, rounded; all as `_head` gives them."""
+    a, b, passed = head
+    a_weight, b_weight, passed_weight = weights
+    squares = 0.0
+    if TURNS:
+        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+        squares += tl.sum(wide_a * wide_a + wide_b * wide_b, 1)
+    if RESTS:
+        wide = passed.to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
+    scale = tl.rsqrt(squares / DIM + epsilon)[:, None]
+    if TURNS:
+        a = (wide_a * scale * a_weight.to(tl.float32)).to(a.dtype)
+        b = (wide_b * scale * b_weight.to(tl.float32)).to(b.dtype)
+    if RESTS:
+        passed = (wide * scale * passed_weight.to(tl.float32)).to(passed.dtype)
+    return a, b, passed
+
+
+@triton.jit
+def _angles(cosines, sines, table, first, second, mask):
+    """Loads the cosines and sines at `table` of both halves of some pairs."""
     first_cos = tl.load(cosines + table + first, mask=mask, other=0.0).to(tl.float32)
     first_sin = tl.load(sines + table + first, mask=mask, other=0.0).to(tl.float32)
     second_cos = tl.load(cosines + table + second, mask=mask, other=0.0).to(tl.float32)
     second_sin = tl.load(sines + table + second, mask=mask, other=0.0).to(tl.float32)
+    return first_cos, first_sin, second_cos, second_sin
+
+
+@triton.jit
+def _store_turned(start, head, angles, first, second, mask):
+    """Turns pairs by their angles and stores them."""
+    a, b, _passed = head
+    first_cos, first_sin, second_cos, second_sin = angles
     a, b = a.to(tl.float32), b.to(tl.float32)
-    return a * first_cos - b * first_sin, b * second_cos + a * second_sin
+    tl.store(start + first, (a * first_cos - b * first_sin).to(start.dtype.element_ty), mask=mask)
+    tl.store(start + second, (b * second_cos + a * second_sin).to(start.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _turn_and_write(
-    query, key, value, cosines, sines, slots, keys, values, count, query_row, query_kv_head, query_head,
-    key_row, key_head, value_row, value_head, keys_slot, keys_head, values_slot, values_head,
-    TOKENS: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDTH: tl.constexpr, DIM: tl.constexpr,
-    DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    HALF_WIDTH: tl.constexpr, TURNS: tl.constexpr, IS_INTERLEAVED: tl.constexpr, CHAINED: tl.constexpr,
+    query, key, value, cosines, sines, query_weight, key_weight, slots, keys, values, query_epsilon,
+    key_epsilon, count, query_row, query_kv_head, query_head, key_row, key_head, value_row, value_head,
+    keys_slot, keys_head, values_slot, values_head, TOKENS: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, HALF_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr, TURNS: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr, NORMS_QUERY: tl.constexpr, NORMS_KEY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    follow(CHAINED)
+    RESTS: tl.constexpr = ROTARY_DIM < DIM
     kv_head = tl.program_id(1)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    is_token = (tokens < count)[:, None]
+    lines = tl.arange(0, TOKENS * GROUP_WIDTH)
+    line_token, head = tl.program_id(0) * TOKENS + lines // GROUP_WIDTH, lines % GROUP_WIDTH
+    is_token, is_line = (tokens < count)[:, None], ((line_token < count) & (head < GROUP))[:, None]
+    pairs, rest = tl.arange(0, HALF_WIDTH)[None, :], ROTARY_DIM + tl.arange(0, REST_WIDTH)[None, :]
+    if IS_INTERLEAVED:
+        first, second = pairs * 2, pairs * 2 + 1
+    else:
+        first, second = pairs, pairs + ROTARY_DIM // 2
+    is_key_pair, is_key_rest = is_token & (pairs < ROTARY_DIM // 2), is_token & (rest < DIM)
+    is_query_pair, is_query_rest = is_line & (pairs < ROTARY_DIM // 2), is_line & (rest < DIM)
+    # no kernel of the step writes weights; a line of them for each head, since they lie as the heads do
+    if NORMS_KEY:
+        weight = key_weight + tl.zeros_like(tokens)[:, None]
+        key_weights = _head(weight, first, second, rest, is_key_pair, is_key_rest, TURNS, RESTS)
+    if NORMS_QUERY:
+        weight = query_weight + tl.zeros_like(lines)[:, None]
+        query_weights = _head(weight, first, second, rest, is_query_pair, is_query_rest, TURNS, RESTS)
+    follow(CHAINED)
     slot = tl.load(slots + tokens, mask=tokens < count, other=0).to(tl.int64)
-    tokens = tokens.to(tl.int64)
-    from_key = key + (tokens * key_row + kv_head * key_head)[:, None]
+    tokens, line_token = tokens.to(tl.int64), line_token.to(tl.int64)
     to_key = keys + (slot * keys_slot + kv_head * keys_head)[:, None]
     # everything is loaded before anything is stored: no load waits for a store
     value_dims = tl.arange(0, VALUE_WIDTH)[None, :]
@@ -214,36 +286,24 @@ def _turn_and_write(
     from_value = value + (tokens * value_row + kv_head * value_head)[:, None] + value_dims
     to_value = values + (slot * values_slot + kv_head * values_head)[:, None] + value_dims
     some_values = tl.load(from_value, mask=is_value)
-    dims = tl.arange(0, DIM_WIDTH)[None, :]
-    is_passed = is_token & (dims >= ROTARY_DIM) & (dims < DIM)
-    if ROTARY_DIM < DIM:
-        passed = tl.load(from_key + dims, mask=is_passed)
+    from_key = key + (tokens * key_row + kv_head * key_head)[:, None]
+    some_keys = _head(from_key, first, second, rest, is_key_pair, is_key_rest, TURNS, RESTS)
+    line = query + (line_token * query_row + kv_head * query_kv_head + head * query_head)[:, None]
+    queries = _head(line, first, second, rest, is_query_pair, is_query_rest, TURNS, RESTS and NORMS_QUERY)
     if TURNS:
-        pairs = tl.arange(0, HALF_WIDTH)[None, :]
-        is_pair = is_token & (pairs < ROTARY_DIM // 2)
-        if IS_INTERLEAVED:
-            first, second = pairs * 2, pairs * 2 + 1
-        else:
-            first, second = pairs, pairs + ROTARY_DIM // 2
-        lines = tl.arange(0, TOKENS * GROUP_WIDTH)
-        line_token, head = tl.program_id(0) * TOKENS + lines // GROUP_WIDTH, lines % GROUP_WIDTH
-        is_line = ((line_token < count) & (head < GROUP))[:, None] & (pairs < ROTARY_DIM // 2)
-        line_token = line_token.to(tl.int64)
-        line = query + (line_token * query_row + kv_head * query_kv_head + head * query_head)[:, None]
-        key_a = tl.load(from_key + first, mask=is_pair, other=0.0)
-        key_b = tl.load(from_key + second, mask=is_pair, other=0.0)
-        query_a = tl.load(line + first, mask=is_line, other=0.0)
-        query_b = tl.load(line + second, mask=is_line, other=0.0)
-        key_a, key_b = _turned(
-            key_a, key_b, (tokens * ROTARY_DIM)[:, None], cosines, sines, first, second, is_pair
-        )
-        query_a, query_b = _turned(
-            query_a, query_b, (line_token * ROTARY_DIM)[:, None], cosines, sines, first, second, is_line
-        )
-        tl.store(to_key + first, key_a.to(keys.dtype.element_ty), mask=is_pair)
-        tl.store(to_key + second, key_b.to(keys.dtype.element_ty), mask=is_pair)
-        tl.store(line + first, query_a.to(query.dtype.element_ty), mask=is_line)
-        tl.store(line + second, query_b.to(query.dtype.element_ty), mask=is_line)
-    if ROTARY_DIM < DIM:
-        tl.store(to_key + dims, passed, mask=is_passed)
+        table, line_table = (tokens * ROTARY_DIM)[:, None], (line_token * ROTARY_DIM)[:, None]
+        key_angles = _angles(cosines, sines, table, first, second, is_key_pair)
+        query_angles = _angles(cosines, sines, line_table, first, second, is_query_pair)
+    # no load may move below a store: this one keeps the compiler from loading after the norms' sums
     tl.store(to_value, some_values, mask=is_value)
+    if NORMS_KEY:
+        some_keys = _normed(some_keys, key_weights, key_epsilon, DIM, TURNS, RESTS)
+    if NORMS_QUERY:
+        queries = _normed(queries, query_weights, query_epsilon, DIM, TURNS, RESTS)
+    if TURNS:
+        _store_turned(to_key, some_keys, key_angles, first, second, is_key_pair)
+        _store_turned(line, queries, query_angles, first, second, is_query_pair)
+    if RESTS:
+        tl.store(to_key + rest, some_keys[2], mask=is_key_rest)
+    if RESTS and NORMS_QUERY:
+        tl.store(line + rest, queries[2], mask=is_query_rest)

@@ -1,4 +1,6 @@
-"""A layer's arithmetic on CUDA: cuBLAS for many rows, own kernels for few and for all that is no product.
+"""A layer's arithmetic on CUDA: own kernels for all that is no product, and for products where they win.
+
+Those are products of few rows, and of more where a gate or a sum goes with them; the others are cuBLAS's.
 
 Knows which kernel takes which product; knows no step and no model. Import it only where it runs, as the
 kernels.
@@ -10,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megallm.core_async.device import triton_layer
+from megallm.core_async.device import tile_choice, triton_layer
+from megallm.core_async.device.tile_choice import Tiles
 from megallm.core_async.device.triton_linear import Tiling, add_rms_norm_of_parts, few_rows
+from megallm.core_async.device.triton_tiles import can_tile, tiled_product
 
 MAX_FEW_ROWS = 32
 """Rows up to which own kernels are faster than cuBLAS, whose tiles are then mostly empty."""
@@ -33,17 +37,23 @@ class TritonOps:
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Gives `rows @ weight.T + bias`."""
         tiling = _whole(rows, weight, bias)
-        if tiling is None:
-            return functional.linear(rows, weight, bias)
-        few = rows.view(-1, rows.shape[-1])
-        return few_rows(few, weight, tiling).view(*rows.shape[:-1], -1)
+        if tiling is not None:
+            few = rows.view(-1, rows.shape[-1])
+            return few_rows(few, weight, tiling).view(*rows.shape[:-1], -1)
+        tiles = _tiles(tile_choice.whole, rows, weight, bias)
+        if tiles is not None:
+            return tiled_product(rows, weight, tiles)
+        return functional.linear(rows, weight, bias)
 
     def gated_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Gives the gate of `rows @ weight.T + bias`: SiLU of each row's first half, times the second."""
         tiling = _gated(rows, weight, bias)
-        if tiling is None:
-            return triton_layer.silu_gate(functional.linear(rows, weight, bias))
-        return few_rows(rows, weight, tiling, is_gated=True)
+        if tiling is not None:
+            return few_rows(rows, weight, tiling, is_gated=True)
+        tiles = _tiles(tile_choice.gated, rows, weight, bias, halves=2)
+        if tiles is not None:
+            return tiled_product(rows, weight, tiles, is_gated=True)
+        return triton_layer.silu_gate(functional.linear(rows, weight, bias))
 
     def add_linear(self, residual: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Gives `residual + rows @ weight.T + bias`."""
@@ -57,18 +67,42 @@ class TritonOps:
         bias: Tensor | None,
         norm_weight: Tensor,
         epsilon: float,
+        *,
+        may_overwrite: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Gives `residual + rows @ weight.T + bias` and its norm."""
         tiling = _split(rows, weight, bias)
-        if tiling is None:
-            product = self.linear(rows, weight, bias)
-            return triton_layer.add_rms_norm(product, residual, norm_weight, epsilon)
-        parts = few_rows(rows, weight, tiling)
-        return add_rms_norm_of_parts(parts, residual, norm_weight, epsilon)
+        if tiling is not None:
+            parts = few_rows(rows, weight, tiling)
+            return add_rms_norm_of_parts(parts, residual, norm_weight, epsilon)
+        tiles = _tiles(tile_choice.split, rows, weight, bias)
+        if tiles is not None:
+            parts = tiled_product(rows, weight, tiles)
+            return add_rms_norm_of_parts(parts, residual, norm_weight, epsilon)
+        if may_overwrite and bias is None:
+            # cuBLAS adds the residual as it stores the product: the norm reads one tensor, not two
+            total = residual.addmm_(rows, weight.t())
+            return total, triton_layer.rms_norm(total, norm_weight, epsilon)
+        product = self.linear(rows, weight, bias)
+        return triton_layer.add_rms_norm(product, residual, norm_weight, epsilon)
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Gives each row over its root mean square, times `weight`."""
         return triton_layer.rms_norm(rows, weight, epsilon)
+
+
+def _tiles(
+    choose: Callable[[int, int, int], Tiles | None],
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    halves: int = 1,
+) -> Tiles | None:
+    """Gives the tiles of a product on the card's copy engine; None where cuBLAS is faster, or it can't."""
+    if bias is not None or rows.dim() != 2 or len(rows) == 0 or not can_tile(rows, weight):  # noqa: PLR2004 - rows of inputs
+        return None
+    return choose(len(rows), len(weight) // halves, weight.shape[1])
 
 
 def _is_few(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

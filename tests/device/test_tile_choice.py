@@ -1,0 +1,65 @@
+"""Which products are ours, by their sizes."""
+
+import pytest
+
+from megallm.core_async.device.tile_choice import MOST_SPLIT_ROWS, PROCESSORS, Tiles, gated, split, whole
+
+SIZES = [1024, 2048, 3072, 4096, 6144, 14336, 28672, 151_936]
+ROWS = [33, 48, 64, 96, 128, 160, 256, 512, 1024, 2048, 4096, 16384]
+SHARED_BYTES = 227 * 1024
+"""Of a multiprocessor, for all of its programs."""
+
+
+def shared_bytes(tiles: Tiles, *, is_gated: bool) -> int:
+    """Gives what the copies on their way take."""
+    lines = tiles.rows + tiles.outputs * (2 if is_gated else 1)
+    return lines * tiles.depth * 2 * tiles.num_stages
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("outputs", SIZES)
+@pytest.mark.parametrize("depth", SIZES)
+def test_tiles_fit_the_card(num_rows: int, outputs: int, depth: int) -> None:
+    """One that does not fit fails at its launch; one that leaves the card idle is slower than cuBLAS."""
+    for choose, is_gated in ((whole, False), (split, False), (gated, True)):
+        tiles = choose(num_rows, outputs, depth)
+        if tiles is None:
+            continue
+        assert shared_bytes(tiles, is_gated=is_gated) <= SHARED_BYTES
+        # accumulators of 32 bits, at most 128 of a thread's registers
+        assert tiles.rows * tiles.outputs * (2 if is_gated else 1) <= 128 * 32 * tiles.num_warps
+        assert depth // tiles.parts >= tiles.depth * tiles.num_stages
+        if choose is not gated:
+            assert tiles.count(num_rows, outputs) * tiles.parts <= PROCESSORS
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "outputs", "depth", "count", "parts"),
+    [(64, 4096, 4096, 64, 2), (128, 4096, 14336, 64, 2), (128, 1024, 3072, 64, 2), (64, 1024, 2048, 32, 4)],
+)
+def test_split_products_fill_the_card_with_the_fewest_parts(
+    num_rows: int, outputs: int, depth: int, count: int, parts: int
+) -> None:
+    """Every part more is written and read again, in 32 bits."""
+    tiles = split(num_rows, outputs, depth)
+    assert tiles is not None
+    assert (tiles.count(num_rows, outputs), tiles.parts) == (count, parts)
+
+
+@pytest.mark.parametrize("choose", [whole, split, gated])
+def test_small_inputs_are_left_to_the_library(choose: object) -> None:
+    """A part must be long enough for the copies to run ahead."""
+    assert callable(choose)
+    assert choose(64, 4096, 256) is None
+
+
+def test_many_rows_are_tiled_only_with_a_gate_and_where_the_last_turn_is_full() -> None:
+    """A last turn of a few tiles leaves the card idle while they run."""
+    assert whole(MOST_SPLIT_ROWS + 1, 4096, 4096) is None
+    assert split(MOST_SPLIT_ROWS + 1, 4096, 4096) is None
+    assert gated(512, 14336, 4096) is None
+    large = gated(4096, 14336, 4096)
+    assert large is not None
+    assert large.max_programs == PROCESSORS
+    assert gated(1024, 3072, 1024) is None  # 192 tiles: one turn and a half
+    assert gated(2048, 3072, 1024) == large
