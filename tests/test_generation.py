@@ -112,18 +112,61 @@ async def test_results_made_ahead_are_those_made_at_the_end() -> None:
         call = prepared(rig, prompts)
         drafts = Drafts(call, ADAPTER)
         outcome = await run_to_completion(rig.engine, call.requests, None, drafts)
-        made = [drafts.pop(entry.request_id) for entry in call.entries]
-        assert sum(draft is not None for draft in made) >= 8
-        outcome = await run_to_completion(
-            rig.engine, (call := prepared(rig, prompts)).requests, None, Drafts(call, ADAPTER)
-        )
+        assert drafts.num_begun >= 8
         ahead, late = results_of(call, outcome, ADAPTER), await generated(rig, prompts)
+    assert drafts.num_begun == 0
+    expect_alike(ahead, late)
+
+
+async def test_results_of_prompts_that_end_early_are_complete_before_the_last_one_ends() -> None:
+    """What is left to do between the last step and the call's return is a few results, not hundreds."""
+    prompts, params = [[index] for index in range(8)], [greedy(5 + index) for index in range(8)]
+    async with running() as rig:
+        call = prepared(rig, prompts, params)
+        drafts = Drafts(call, ADAPTER)
+        outcome = await run_to_completion(rig.engine, call.requests, None, drafts)
+        assert drafts.num_complete >= 5
+        ahead, late = results_of(call, outcome, ADAPTER), await generated(rig, prompts, params)
+    assert (drafts.num_begun, drafts.num_complete) == (0, 0)
+    assert [result.finish_reason for result in ahead] == ["length"] * 8
+    expect_alike(ahead, late)
+
+
+def expect_alike(ahead: list[Result], late: list[Result]) -> None:
+    """Fails unless results say the same, apart from times."""
     one: Any  # megatron declares fields None at first
     other: Any
     for one, other in zip(ahead, late, strict=True):
         assert (one.prompt, one.generated_text) == (other.prompt, other.generated_text)
         assert one.prompt_tokens.equal(other.prompt_tokens)
+        assert [event.type for event in one.events] == [event.type for event in other.events]
         assert one.events[0].timestamp <= one.events[-1].timestamp
+
+
+async def test_what_takes_long_is_left_to_the_end() -> None:
+    """Texts of single tokens and log-probs would hold up the loop, and every stream in it."""
+    params = [greedy(5, return_segments=True), greedy(5, return_log_probs=True), greedy(5), greedy(5)]
+    async with running() as rig:
+        call = prepared(rig, [[1], [2], [3], [4]], params)
+        drafts = Drafts(call, ADAPTER)
+        outcome = await run_to_completion(rig.engine, call.requests, None, None)
+        drafts.make_some(outcome.completions.values(), outcome.times)
+        assert (drafts.num_begun, drafts.num_complete) == (2, 2)
+
+
+async def test_many_that_end_together_are_completed_some_at_a_time() -> None:
+    """All at once they would keep the loop from the next step."""
+    most = Drafts.COMPLETED_AT_ONCE
+    async with running() as rig:
+        call = prepared(rig, [[index] for index in range(most + 4)], greedy(1))
+        drafts = Drafts(call, ADAPTER)
+        outcome = await run_to_completion(rig.engine, call.requests, None, None)
+        while drafts.num_begun < most + 4:
+            drafts.make_some((), outcome.times)
+        drafts.make_some(outcome.completions.values(), outcome.times)
+        assert (drafts.num_begun, drafts.num_complete) == (4, most)
+        drafts.make_some((), outcome.times)
+        assert (drafts.num_begun, drafts.num_complete) == (0, most + 4)
 
 
 async def test_results_of_long_prompts_are_not_made_ahead() -> None:
@@ -132,9 +175,11 @@ async def test_results_of_long_prompts_are_not_made_ahead() -> None:
         call = prepared(rig, [[1], [2]])
         call.entries[0].token_ids = [1] * (Drafts.MAX_TOKENS + 1)
         drafts = Drafts(call, ADAPTER)
-        drafts.make_some()
-        made = [drafts.pop(entry.request_id) for entry in call.entries]
-    assert [draft is not None for draft in made] == [False, True]
+        outcome = await run_to_completion(rig.engine, call.requests, None, None)
+        drafts.make_some((), outcome.times)
+        assert drafts.num_begun == 1
+        drafts.make_some(outcome.completions.values(), outcome.times)
+        assert drafts.num_complete == 1
 
 
 async def test_calls_of_many_tasks_batch_together() -> None:

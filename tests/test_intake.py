@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from enum import IntEnum
 from typing import Any
 
 import pytest
@@ -22,6 +23,20 @@ class TokenizerWithBos(FakeTokenizer):
     """Has a bos, and adds none by itself."""
 
     bos = 5
+
+
+class TokenizerOfFloats(FakeTokenizer):
+    """Gives what is no token id."""
+
+    def tokenize(self, text: str) -> Any:  # Any: it is wrong
+        """Gives numbers."""
+        return [float(token) for token in super().tokenize(text)]
+
+
+class Letter(IntEnum):
+    """Names of token ids."""
+
+    A = 33
 
 
 def with_fields(**fields: Any) -> SamplingParams:  # Any: megatron's annotations leave None out
@@ -107,11 +122,23 @@ def test_a_call_of_the_wrong_shape_is_refused(arguments: tuple[object, ...], err
         ([1, 97], "prompt has token id 97; the vocabulary is 0 to 96"),
         ([1, -1, 97], "prompt has token id -1; the vocabulary is 0 to 96"),
         ([2**31], "prompt has token id 2147483648; the vocabulary is 0 to 96"),
+        ([0, -(2**70)], f"prompt has token id {-(2**70)}; the vocabulary is 0 to 96"),
     ],
 )
 def test_a_prompt_that_can_not_run_says_why(prompt: object, message: str) -> None:
     """It is data, with value, limit and remedy: the result carries it, and nothing reaches the engine."""
     assert only_error(prompt).startswith(message)
+
+
+def test_the_first_and_the_last_id_of_the_vocabulary_are_taken() -> None:
+    """And an `IntEnum`, which is an int."""
+    assert list(unpack_ints(only_request([0, 96, Letter.A]).prompt)) == [0, 96, 33]
+
+
+def test_a_tokenizer_that_gives_no_ints_is_a_type_error() -> None:
+    """A fault of the tokenizer must not pass for one of the prompt."""
+    with pytest.raises(TypeError):
+        new_intake(tokenizer=TokenizerOfFloats()).prepare("A", GREEDY)
 
 
 def test_neighbours_of_a_bad_prompt_are_requests() -> None:

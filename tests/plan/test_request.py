@@ -49,10 +49,10 @@ def new_request(
 
 def test_a_new_request_has_its_prompt_to_compute_and_no_row() -> None:
     """There is no state of its own for a request before, in, and after its prefill."""
-    request = Request(new_request([7, 8, 9], 4, stop_ids=(2,)))
+    request = Request(new_request([7, 8, 9], 4))
     assert list(request.tokens) == [7, 8, 9]
     assert (request.num_tokens, request.num_computed, request.num_missing) == (3, 0, 3)
-    assert (request.num_unknown, request.max_tokens, request.stop_ids) == (0, 7, {2})
+    assert (request.num_unknown, request.max_tokens) == (0, 7)
     assert (request.row, request.is_decoding, request.finish_reason) == (NO_ROW, False, None)
 
 

@@ -118,8 +118,7 @@ class LLMBase:
 
     def _results(self, call: Call, outcome: Outcome) -> list[Result]:
         """Gives one result a prompt, in the order of the call."""
-        parts = self._parts
-        return results_of(call, outcome, parts.tokenizer, tracks_pauses=parts.engine.config.tracks_pauses)
+        return results_of(call, outcome, self._parts.tokenizer)
 
     def _require_primary(self) -> None:
         if not self.is_primary_rank:

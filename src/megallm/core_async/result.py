@@ -105,6 +105,12 @@ def draft_result(entry: Entry, tokenizer: TokenizerAdapter) -> Result:
     return _result(entry, tokenizer)
 
 
+def completes_quickly(entry: Entry, completion: Completion) -> bool:
+    """Whether what `completed_result` adds to a draft takes microseconds: nothing for each token."""
+    wants_segments = getattr(entry.params, "return_segments", False)
+    return completion.log_probs is None and completion.token_times is None and not wants_segments
+
+
 def completed_result(
     entry: Entry,
     completion: Completion,

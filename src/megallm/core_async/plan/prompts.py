@@ -1,5 +1,6 @@
 """The shapes of what a call takes: prompts, parameters, multimodal data. Checked before anything runs."""
 
+from operator import countOf
 from typing import Any, cast
 
 type Prompt = str | list[int]
@@ -119,7 +120,7 @@ def _prompt(item: object, index: int, first: object) -> Prompt:
 
 
 def _tokens(items: list[object], where: str) -> list[int]:
-    if set(map(type, items)) == {int}:  # told in a tenth of the time, and nearly always so
+    if countOf(map(type, items), int) == len(items):  # told in a tenth of the time, and nearly always so
         return cast("list[int]", items)  # cast: each is one
     for index, item in enumerate(items):
         if not _is_token(item):

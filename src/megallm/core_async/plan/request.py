@@ -59,7 +59,6 @@ class Request:
         "root",
         "row",
         "shares_prefix",
-        "stop_ids",
         "tokens",
     )
 
@@ -77,7 +76,6 @@ class Request:
         self.num_tokens = self.num_prompt
         """Prompt and output, those sampled by plans in flight included."""
         self.max_tokens = self.num_prompt + new.max_new_tokens
-        self.stop_ids = frozenset(new.stop_token_ids)
         self.row = NO_ROW
         self.order = 0
         """Number of its admission: the lower, the later it yields its blocks."""
@@ -151,8 +149,8 @@ class Request:
     def mark_epoch(self, epoch: int) -> None:
         """Notes that the weights have changed: what is sampled next is of the new ones."""
         mark = (self.num_tokens - 1, epoch)
-        self.policy_epoch = [*self.policy_epoch, mark] if self.policy_epoch else [(0, epoch)]
-        self.kv_cache_epoch = [*self.kv_cache_epoch, mark] if self.kv_cache_epoch else [(0, epoch)]
+        self.policy_epoch = (*self.policy_epoch, mark) if self.policy_epoch else ((0, epoch),)
+        self.kv_cache_epoch = (*self.kv_cache_epoch, mark) if self.kv_cache_epoch else ((0, epoch),)
 
     def finished(self, reason: str, stop_reason: int | str | None) -> Finished:
         """Gives the message that it ended."""
@@ -163,8 +161,8 @@ class Request:
             num_cached_tokens=self.num_cached or 0,
             num_preemptions=self.num_preemptions,
             events=tuple(self.events),
-            policy_epoch=tuple(self.policy_epoch) or None,
-            kv_cache_epoch=tuple(self.kv_cache_epoch) or None,
+            policy_epoch=self.policy_epoch or None,
+            kv_cache_epoch=self.kv_cache_epoch or None,
         )
 
     def started_text(self) -> TextSpec:
@@ -173,8 +171,8 @@ class Request:
             self.new.text,
             num_cached_tokens=self.num_cached or 0,
             events=tuple(self.events),
-            policy_epoch=tuple(self.policy_epoch) or None,
-            kv_cache_epoch=tuple(self.kv_cache_epoch) or None,
+            policy_epoch=self.policy_epoch or None,
+            kv_cache_epoch=self.kv_cache_epoch or None,
         )
 
     def admission(self, row: Row, block_size: int, *, may_split: bool, max_passes: int) -> Admission:
@@ -225,5 +223,5 @@ class Request:
         self.is_decoding = False
 
 
-def _from_start(epoch: int | None) -> list[tuple[int, int]]:
-    return [] if epoch is None else [(0, epoch)]
+def _from_start(epoch: int | None) -> tuple[tuple[int, int], ...]:
+    return () if epoch is None else ((0, epoch),)

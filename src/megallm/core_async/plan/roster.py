@@ -81,7 +81,7 @@ class Roster:
         for new in requests:
             request = Request(new, self._epoch, shares_prefix=self._limits.shares_prefixes)
             self._requests[request.request_id] = request
-            self._stop_ids |= request.stop_ids
+            self._stop_ids.update(new.stop_token_ids)
             self._shares |= request.shares_prefix
             if self._held is None:
                 self._waiting.append(request)
@@ -260,7 +260,7 @@ class Roster:
                 self._finish(request, "error", reason, outcome)
         if not self._stop_ids.isdisjoint(tokens):
             for request, token in zip(step.sampled, tokens, strict=True):
-                if token in request.stop_ids and request.finish_reason is None:
+                if token in request.new.stop_token_ids and request.finish_reason is None:
                     self._finish(request, "stop", token, outcome)
         for request in [*step.last, *step.complete]:
             if request.finish_reason is None:

@@ -5,6 +5,7 @@ versions may lack some of theirs.
 """
 
 from collections.abc import Sequence
+from math import inf
 from typing import Protocol, cast
 
 from msgspec import Struct
@@ -177,9 +178,9 @@ def _number(params: object, field: str, least: float, most: float | None, defaul
 
 
 def _checked_number(field: str, value: object, least: float, most: float | None) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{field} is {value!r}; it must be a number{_range(least, most)}")
-    if not least <= value <= (float("inf") if most is None else most) or value == float("inf"):
+    if not least <= value <= (inf if most is None else most) or value == inf:
         raise ValueError(f"{field} is {value!r}; it must be{_range(least, most)}")
     return float(value)
 
