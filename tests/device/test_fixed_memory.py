@@ -80,6 +80,7 @@ def test_driver_lends_and_takes_back() -> None:
     driver = CudaDriver(device)
     assert driver.has_virtual_memory()
     memory = FixedMemory(256 * MIB, driver)
+    assert int(torch.zeros(1, device=device).fill_(7)[0]) == 7  # the driver loads kernels at their first use
     before = torch.cuda.mem_get_info()[0]
     memory.take()
     tensor = memory.tensor(device)
