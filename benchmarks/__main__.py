@@ -20,6 +20,7 @@ SUITES: Final = {
     "kernels": "attention kernels on a GPU, against the bytes that they read and the products that they make",
     "numerics": "log-probs beside a plain forward pass of the same module, and greedy tokens",
     "offline": "tokens per second of whole batches, beside transformers on the same weights",
+    "offline_vllm": "vLLM on the same cases, in a process of its own",
     "online": "the HTTP server under load: tokens per second, and what a request waits for",
     "prefix": "many questions behind one long system prompt, without and with prefix caching",
     "simulate": "a service of many replicas on a virtual clock, its schedulers and router the real ones",

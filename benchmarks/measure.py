@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
-PACKAGES: Final = ("torch", "megatron-core", "anyio", "trio", "uvloop", "transformers")
+PACKAGES: Final = ("torch", "triton", "megatron-core", "anyio", "trio", "uvloop", "transformers", "vllm")
 """Whose versions move the figures."""
 BUSY_SHARE: Final = 0.25
 """Share of the cores that others may keep busy before a figure is not to be trusted."""
