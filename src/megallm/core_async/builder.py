@@ -12,8 +12,9 @@ from msgspec import Struct
 from torch import distributed
 
 from megallm.core_async.config import EngineConfig, ModelLimits
+from megallm.core_async.device.layer_shapes import ModelShape
 from megallm.core_async.device.memory import free_bytes
-from megallm.core_async.device.model import ModelHook, ModelShape
+from megallm.core_async.device.model import ModelHook
 from megallm.core_async.device.pipeline import check_stage, pipeline_of
 from megallm.core_async.device.runner import TorchRunner
 from megallm.core_async.engine import Engine

@@ -13,7 +13,7 @@ from megallm.core_async.device.attention_sdpa import SdpaAttention
 from megallm.core_async.device.cpu_kernels import CpuKernels, load_kernels
 from megallm.core_async.device.dense_layer import LayerOps, TorchOps
 from megallm.core_async.device.flash_libraries import has_flash, load_flash
-from megallm.core_async.device.model import ModelShape
+from megallm.core_async.device.layer_shapes import ModelShape
 from megallm.core_async.errors import UnsupportedModelError
 
 log = logging.getLogger(__name__)

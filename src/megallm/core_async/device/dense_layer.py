@@ -141,13 +141,15 @@ def dense_layer(
     following: MegatronModule | None = None,
     next_norm: NextNorm | None = None,
     attend_norms_heads: bool = False,
+    wanted: Callable[[], Tensor | None] = lambda: None,
 ) -> Callable[..., tuple[Tensor, None]]:
     """Gives a layer's forward over `[tokens, 1, hidden]`, as a step needs it.
 
     `megatrons` is the layer's own forward: it runs where somebody hooked a module inside the layer.
     `following` is the layer after it, if it is such a layer too: its first norm is then made here, with the
     sum that it is of, and goes through `next_norm`. `attend_norms_heads`: `attend` takes queries and keys as
-    the projection gives them, and norms them itself.
+    the projection gives them, and norms them itself. `wanted` gives the tokens that the layer's output is to
+    have, where it is not to have all.
     """
     carried = NextNorm() if next_norm is None else next_norm
     attention, mlp = layer.self_attention, layer.mlp
@@ -177,6 +179,8 @@ def dense_layer(
         if key_norm is not None:
             key = _norm(ops, key_norm, key)
         attended = attend(query, key, value)
+        if (tokens := wanted()) is not None:
+            hidden, attended = hidden.index_select(0, tokens), attended.index_select(0, tokens)
         hidden, normed = _add_linear_norm(
             ops, hidden, attended, attention.linear_proj, layer.pre_mlp_layernorm, attention_ranks
         )

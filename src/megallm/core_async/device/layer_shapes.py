@@ -1,4 +1,4 @@
-"""What an attention layer of megatron's is, in the engine's terms.
+"""What a model of megatron's and its attention layers are, in the engine's terms.
 
 Reads the layer and its config by attribute; imports no megatron.
 """
@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from megallm.core_async.device.attention import LayerShape
@@ -14,6 +15,19 @@ from megallm.core_async.device.model_options import SUPPORTED
 from megallm.core_async.errors import UnsupportedModelError
 
 type MegatronModule = Any  # megatron's modules are untyped, and their attributes are what this file reads
+
+
+class ModelShape(Struct, frozen=True):
+    """What the rest of the engine has to know of the model on this rank."""
+
+    attention_layers: list[LayerShape]
+    """In the order of the forward pass; layers without attention have no entry."""
+    num_layers: int
+    vocab_size: int
+    max_positions: int | None
+    """How many positions the model has learned; None where positions have no end."""
+    dtype: torch.dtype
+    device: torch.device
 
 
 def self_attention_shape(

@@ -17,7 +17,7 @@ from megatron.core.utils import get_pg_size
 from msgspec import Struct, structs
 from torch import Tensor, nn
 
-from megallm.core_async.device.attention import Attention, LayerShape, PagedLayer
+from megallm.core_async.device.attention import Attention, PagedLayer
 from megallm.core_async.device.attention_sites import (
     AttentionSite,
     attention_sites,
@@ -30,9 +30,7 @@ from megallm.core_async.device.dense_layer import LayerOps, NextNorm, dense_laye
 from megallm.core_async.device.expert_layers import ExpertLayers
 from megallm.core_async.device.forwards import plain_linear, router_gate
 from megallm.core_async.device.kv_cache import LayerCache
-from megallm.core_async.device.layer_shapes import (
-    sinks_of,
-)
+from megallm.core_async.device.layer_shapes import ModelShape, sinks_of
 from megallm.core_async.device.model_options import device_of, refuse_options, unwrapped
 from megallm.core_async.device.rank_group import gathered_logits
 from megallm.core_async.device.rope import RopeTable, table_of
@@ -40,25 +38,13 @@ from megallm.core_async.device.rope_angles import angles_of
 from megallm.core_async.device.sequence_parallel import SequenceParallel
 from megallm.core_async.device.step_inputs import StepInputs
 from megallm.core_async.device.swaps import Swaps
+from megallm.core_async.device.wanted_rows import WantedRows
 from megallm.core_async.errors import LifecycleError
 
 type MegatronModule = Any  # megatron's modules are untyped, and their attributes are what this file is about
 
 SCORED_AT_ONCE = 256
 """Tokens whose logits are computed at once where a prompt is scored."""
-
-
-class ModelShape(Struct, frozen=True):
-    """What the rest of the engine has to know of the model on this rank."""
-
-    attention_layers: list[LayerShape]
-    """In the order of the forward pass; layers without attention have no entry."""
-    num_layers: int
-    vocab_size: int
-    max_positions: int | None
-    """How many positions the model has learned; None where positions have no end."""
-    dtype: torch.dtype
-    device: torch.device
 
 
 class _Step(Struct, eq=False):
@@ -72,6 +58,8 @@ class _Step(Struct, eq=False):
     output_options: dict[str, Any] = {}
     """What the model gave the output layer beside the states."""
     is_scoring: bool = False
+    has_only_wanted: bool = False
+    """The last layer gave the states of the tokens with logits alone."""
 
 
 class ModelHook:
@@ -108,6 +96,9 @@ class ModelHook:
         vocab_group = getattr(self._output_layer, "tp_group", None)
         self._vocab_group = vocab_group if get_pg_size(vocab_group) > 1 else None
         """The ranks that hold a part of the vocabulary each."""
+        decoder = self._model.decoder
+        last_norm = getattr(decoder, "final_layernorm", None) or getattr(decoder, "final_norm", None)
+        self._wanted_rows = WantedRows([*decoder.layers[-1:], last_norm, decoder])
         self._sequence_parallel = SequenceParallel(self._model)
         self._swaps = Swaps()
         self._step: _Step | None = None
@@ -237,9 +228,20 @@ class ModelHook:
                 site.layer.forward,
                 following=self._dense_after(site.layer),
                 next_norm=next_norm,
+                wanted=self._take_wanted if site.layer is self._model.decoder.layers[-1] else _all,
                 attend_norms_heads=norms is not None,
             )
             self._swap(site.layer, "forward", of_layer)
+
+    def _take_wanted(self) -> Tensor | None:
+        """Gives the tokens whose states go on from the last layer; None is all of them."""
+        step = self._step
+        assert step is not None, "a layer runs outside a step"
+        if self._output_layer is None:
+            return None
+        wanted = self._wanted_rows.of(step.inputs)
+        step.has_only_wanted = wanted is not None
+        return wanted
 
     def _bind_last_norm(self, ops: LayerOps) -> None:
         """Norms the last layer's output as the layers do theirs."""
@@ -331,6 +333,10 @@ class ModelHook:
         if inputs.scored_tokens is not None:
             step.scored_states = states.index_select(0, inputs.scored_tokens)
             step.output_options = options
-        if inputs.logit_tokens is not None:
+        if inputs.logit_tokens is not None and not step.has_only_wanted:
             states = states.index_select(0, inputs.logit_tokens)
         return (states, *args[1:]), options
+
+
+def _all() -> None:
+    """Wants every token's states."""

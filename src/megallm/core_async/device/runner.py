@@ -19,8 +19,9 @@ from megallm.core_async.device.attention import Attention
 from megallm.core_async.device.backends import backend_for, check_backend
 from megallm.core_async.device.graph_sizes import row_sizes, token_sizes
 from megallm.core_async.device.kv_cache import CacheShape, PagedCache
+from megallm.core_async.device.layer_shapes import ModelShape
 from megallm.core_async.device.log_probs import LogProbs, joined, log_probs_of
-from megallm.core_async.device.model import ModelHook, ModelShape
+from megallm.core_async.device.model import ModelHook
 from megallm.core_async.device.packed_step import num_words, packed, unpacked
 from megallm.core_async.device.pipeline import Pipeline
 from megallm.core_async.device.queued_step import QueuedStep, StepTensors, StepTimes
