@@ -64,6 +64,7 @@ def decode_us(lengths: Sequence[int], shape: LayerShape, *, block_size: int) -> 
     parts = row_parts(
         some.lengths, some.rows, window=None, max_cuts=tuning.max_cuts, min_keys=tuning.min_keys
     )
+    torch.cuda.synchronize()  # the kernel reads the list before the kernel ahead of it has ended
     return replayed_us(
         lambda: decode_attention(some.layer, query, block_tables=some.tables, parts=parts, out=out)
     )
@@ -81,6 +82,7 @@ def prefill_us(lengths: Sequence[int], shape: LayerShape, *, block_size: int) ->
         num_queries=sum(lengths),
         queries=queries_of_tile(shape, query.dtype),
     )
+    torch.cuda.synchronize()  # likewise
     return replayed_us(
         lambda: prefill_attention(some.layer, query, block_tables=some.tables, tiles=tiles, out=out)
     )
