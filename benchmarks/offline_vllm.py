@@ -8,6 +8,7 @@ as many requests at once as a case has. Every case runs once to warm up. Needs a
 # (vLLM is no dependency of the project)
 
 import argparse
+import importlib
 import importlib.util
 import json
 import statistics
@@ -134,11 +135,9 @@ class _Vllm:
     """`vllm.LLM`. Any: vLLM is not there where types are checked."""
 
     def __init__(self, folder: str, *, max_requests: int) -> None:
-        import vllm  # noqa: PLC0415 - may be missing
-
-        self.version: str = vllm.__version__
-        self._library: Any = vllm
-        self._llm: Any = vllm.LLM(
+        self._library: Any = importlib.import_module("vllm")
+        self.version: str = self._library.__version__
+        self._llm: Any = self._library.LLM(
             model=folder,
             load_format="dummy",
             skip_tokenizer_init=True,

@@ -53,7 +53,7 @@ class CapturedStep(Struct, frozen=True, eq=False):
 
 
 def captured(step: Callable[[], StepOutputs], stream: torch.cuda.Stream, pool: Any) -> CapturedStep:
-    """Runs a step once, so that kernels are compiled and libraries set up, and captures it on `stream`.
+    """Runs a step once, so that kernels are loaded and libraries set up, and captures it on `stream`.
 
     `pool` is another graph's, or None. Any: torch's type of it is its own, and changes.
     """

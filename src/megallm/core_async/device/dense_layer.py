@@ -13,6 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from megallm.core_async.device.attention import HeadNorm, HeadNorms
+from megallm.core_async.device.hooks import hooks_of
 
 type MegatronModule = Any  # megatron's modules are untyped, and their attributes are what this file reads
 type Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -153,12 +154,7 @@ def dense_layer(
     """
     carried = NextNorm() if next_norm is None else next_norm
     attention, mlp = layer.self_attention, layer.mlp
-    hooks: list[object] = [
-        vars(module)[kind]
-        for module in layer.modules()
-        if module is not layer
-        for kind in ("_forward_hooks", "_forward_pre_hooks")
-    ]
+    hooks = hooks_of(module for module in layer.modules() if module is not layer)
     attention_ranks, mlp_ranks = _sharers(attention.linear_proj), _sharers(mlp.linear_fc2)
     num_groups: int = attention.num_query_groups_per_partition
     head_dim: int = attention.hidden_size_per_attention_head

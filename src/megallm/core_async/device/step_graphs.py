@@ -10,7 +10,7 @@ Import it only where it runs, as the kernels.
 import bisect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from megallm.core_async.device.kv_cache import num_blocks_for
 from megallm.core_async.device.model import ModelHook
 from megallm.core_async.device.rows import IntColumn, Rows, column_of, ramps
 from megallm.core_async.device.step_inputs import StepInputs
+from megallm.core_async.device.triton_compile import compile_all
 from megallm.core_async.device.triton_sampling import look_up, take_best
 from megallm.core_async.messages import StepPlan
 
@@ -72,21 +73,18 @@ class StepGraphs:
         self._query_starts = torch.arange(self._max_rows + 1, dtype=torch.int32, device=device)
         self._decodes: dict[int, CapturedStep] = {}
         self._mixed: dict[int, CapturedStep] = {}
+        self._is_compiled = False
 
     def capture(self) -> None:
         """Captures every size, in seconds; says in the log how many."""
+        if not self._is_compiled:
+            self.compile()
         began = time.perf_counter()
         stream = torch.cuda.Stream()
         pool = None
-        # the largest first: the memory of its inner tensors holds those of all others
-        for size in reversed(self._token_sizes):
-            self._put_mixed(StepPlan.empty(), size)
-            step = self._mixed[size] = captured(self._mixed_step_of(size), stream, pool)
-            pool = step.graph.pool()
-        for size in reversed(self._row_sizes):
-            self._put_decodes(_NOTHING, _NOTHING, size)
-            step = self._decodes[size] = captured(self._decode_step_of(size), stream, pool)
-            pool = step.graph.pool()
+        for graphs, size, step in self._every_step():
+            captured_step = graphs[size] = captured(step, stream, pool)
+            pool = captured_step.graph.pool()
         torch.cuda.current_stream().wait_stream(stream)
         log.info(
             "captured steps of up to %d decode rows in %d sizes, and of mixed tokens in %d, in %.1f s",
@@ -95,6 +93,25 @@ class StepGraphs:
             len(self._token_sizes),
             time.perf_counter() - began,
         )
+
+    def compile(self) -> None:
+        """Compiles the kernels of every size, beside each other; says in the log how many."""
+        began = time.perf_counter()
+        count = compile_all(step for _, _, step in self._every_step())
+        self._is_compiled = True
+        log.info("compiled %d kernels, or read them, in %.1f s", count, time.perf_counter() - began)
+
+    def _every_step(self) -> Iterator[tuple[dict[int, CapturedStep], int, Callable[[], StepOutputs]]]:
+        """Gives where each size's graph belongs, the size, and its step, when its columns are there.
+
+        The largest come first: the memory of their inner tensors holds those of all others.
+        """
+        for size in reversed(self._token_sizes):
+            self._put_mixed(StepPlan.empty(), size)
+            yield self._mixed, size, self._mixed_step_of(size)
+        for size in reversed(self._row_sizes):
+            self._put_decodes(_NOTHING, _NOTHING, size)
+            yield self._decodes, size, self._decode_step_of(size)
 
     def drop(self) -> None:
         """Frees the graphs and their memory; what is captured again later knows the same block tables."""

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megallm.core_async.device.attention import PagedLayer
+from megallm.core_async.device.triton_compile import launch
 from megallm.core_async.device.triton_invariant_join import join_parts, joined
 
 LOG2_E = 1.4426950408889634
@@ -68,11 +69,12 @@ def invariant_attention(
     if num_shares > 1:
         assert not has_chunks, f"{num_shares} programs a row, and rows may have several queries"
         max_parts = triton.cdiv(block_tables.shape[1] * keys.shape[1], PART)
-        num_parts = num_rows * shape.num_heads * max_parts
-        parts = query.new_empty((num_parts, shape.value_head_dim), dtype=torch.float32)
-        parts_best = query.new_empty((num_parts, 2), dtype=torch.float32)
-    tiles = tokens // (lines // group) + num_rows if has_chunks else num_rows
-    _attend[(tiles, kv_heads, min(num_shares, max_parts))](
+        most = num_rows * shape.num_heads * max_parts
+        parts = query.new_empty((most, shape.value_head_dim), dtype=torch.float32)
+        parts_best = query.new_empty((most, 2), dtype=torch.float32)
+    launch(
+        _attend,
+        (num_rows + (tokens // (lines // group) if has_chunks else 0), kv_heads, min(num_shares, max_parts)),
         query,
         keys,
         values,
@@ -93,7 +95,6 @@ def invariant_attention(
         block_tables.stride(0),
         GROUP=group,
         LINES=lines,
-        TOKENS=TOKENS,
         HAS_CHUNKS=has_chunks,
         IS_SHARED=num_shares > 1,
         **_constants(layer),
@@ -113,6 +114,7 @@ def _constants(layer: PagedLayer) -> dict[str, int | float | bool]:
         "VALUE_WIDTH": triton.next_power_of_2(max(16, shape.value_head_dim)),
         "BLOCK": keys.shape[1],
         "PART": PART,
+        "TOKENS": TOKENS,
         "WINDOW": -1 if shape.window is None else shape.window,
         "SOFTCAP": 0.0 if shape.softcap is None else shape.softcap,
         "HAS_SINKS": layer.sinks is not None,

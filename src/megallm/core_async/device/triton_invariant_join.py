@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megallm.core_async.device.attention import PagedLayer
+from megallm.core_async.device.triton_compile import launch
 
 JOINED = 8
 """Parts that are loaded at a time."""
@@ -27,7 +28,9 @@ def join_parts(
     has the largest score of each, and its sum of weights.
     """
     shape = layer.shape
-    _join[(shape.num_heads, len(kv_lengths))](
+    launch(
+        _join,
+        (shape.num_heads, len(kv_lengths)),
         parts,
         parts_best,
         kv_lengths,

@@ -18,6 +18,7 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
+from megallm.core_async.device.triton_compile import launch
 from megallm.core_async.device.triton_launch import chained, follow
 
 _GROUPED = 8
@@ -79,7 +80,9 @@ def product(
         out = torch.empty((count, outputs), dtype=rows.dtype, device=rows.device)
     if not count:
         return out
-    _product[(triton.cdiv(count, tiling.rows) * triton.cdiv(outputs, tiling.outputs),)](
+    launch(
+        _product,
+        (triton.cdiv(count, tiling.rows) * triton.cdiv(outputs, tiling.outputs),),
         rows,
         weight,
         out,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megallm.core_async.device.attention import HeadNorms
 from megallm.core_async.device.kv_cache import LayerCache
+from megallm.core_async.device.triton_compile import launch
 from megallm.core_async.device.triton_launch import chained, follow
 
 GATE_WIDTH = 1024
@@ -33,7 +34,9 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     width = rows.shape[-1]
     out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     flat = rows.reshape(-1, width)
-    _norm_rows[(len(flat),)](
+    launch(
+        _norm_rows,
+        (len(flat),),
         flat,
         flat,
         weight,
@@ -54,7 +57,9 @@ def add_rms_norm(rows: Tensor, residual: Tensor, weight: Tensor, epsilon: float)
     """Gives `rows + residual`, in the place of `rows`, and its norm; both are `[rows, width]`."""
     width = rows.shape[-1]
     out = torch.empty_like(rows)
-    _norm_rows[(len(rows),)](
+    launch(
+        _norm_rows,
+        (len(rows),),
         rows,
         residual,
         weight,
@@ -75,7 +80,9 @@ def silu_gate(rows: Tensor) -> Tensor:
     """Gives SiLU of the first half of each row, times the second half; `[rows, 2 * width]`."""
     width = rows.shape[-1] // 2
     out = torch.empty((len(rows), width), dtype=rows.dtype, device=rows.device)
-    _gate_rows[(triton.cdiv(width, GATE_WIDTH), len(rows))](
+    launch(
+        _gate_rows,
+        (triton.cdiv(width, GATE_WIDTH), len(rows)),
         rows,
         out,
         rows.stride(0),
@@ -107,11 +114,12 @@ def turn_and_write(
     """
     count, kv_heads, group, head_dim = query.shape
     keys, values = cache.flat_keys, cache.flat_values
-    turns = cosines is not None and sines is not None
     rotary_dim = cosines.shape[-1] if cosines is not None else 0
     query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
     tokens, num_warps = _tokens_for(count)
-    _turn_and_write[(triton.cdiv(count, tokens), kv_heads)](
+    launch(
+        _turn_and_write,
+        (triton.cdiv(count, tokens), kv_heads),
         query,
         key,
         value,
@@ -139,7 +147,7 @@ def turn_and_write(
         ROTARY_DIM=rotary_dim,
         HALF_WIDTH=triton.next_power_of_2(max(1, rotary_dim // 2)),
         REST_WIDTH=triton.next_power_of_2(max(1, head_dim - rotary_dim)),
-        TURNS=turns,
+        TURNS=cosines is not None and sines is not None,
         IS_INTERLEAVED=is_interleaved,
         NORMS_QUERY=query_norm is not None,
         NORMS_KEY=key_norm is not None,

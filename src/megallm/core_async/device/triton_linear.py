@@ -18,6 +18,7 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
+from megallm.core_async.device.triton_compile import launch
 from megallm.core_async.device.triton_launch import chained, follow
 
 
@@ -51,7 +52,9 @@ def few_rows(
             dtype=torch.float32 if tiling.parts > 1 else rows.dtype,
             device=rows.device,
         )
-    _few_rows[(triton.cdiv(outputs, tiling.outputs), tiling.parts)](
+    launch(
+        _few_rows,
+        (triton.cdiv(outputs, tiling.outputs), tiling.parts),
         rows,
         weight,
         out,
@@ -78,7 +81,9 @@ def add_rms_norm_of_parts(
     """Gives `parts.sum(0) + residual` and its norm; `parts` is `[parts, rows, width]`, float32."""
     num_parts, count, width = parts.shape
     total, normed = torch.empty_like(residual), torch.empty_like(residual)
-    _add_parts_and_norm[(count,)](
+    launch(
+        _add_parts_and_norm,
+        (count,),
         parts,
         residual,
         weight,
@@ -139,7 +144,7 @@ def _some_lines(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _few_rows(
     rows, weight, out, count, outputs, depth, row_stride, weight_stride, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, IS_GATED: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -183,7 +188,7 @@ def _few_rows(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _add_parts_and_norm(
     parts, residual, weight, total, normed, residual_stride, count, epsilon, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, CHAINED: tl.constexpr,

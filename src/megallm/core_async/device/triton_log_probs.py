@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megallm.core_async.device.triton_compile import launch
+
 CHUNK = 4096
 """Logits that a program looks at a time."""
 
@@ -20,7 +22,7 @@ def normalisers(logits: Tensor) -> Tensor:
     count, vocab = logits.shape
     out = torch.empty((count, 2), dtype=torch.float32, device=logits.device)
     if count:
-        _normalise[(count,)](logits, out, logits.stride(0), vocab, CHUNK=CHUNK, num_warps=8)
+        launch(_normalise, (count,), logits, out, logits.stride(0), vocab, CHUNK=CHUNK, num_warps=8)
     return out
 
 

@@ -18,6 +18,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from megallm.core_async.device.attention import LayerShape, PagedLayer
+from megallm.core_async.device.triton_compile import launch
 from megallm.core_async.device.triton_decode import capped
 from megallm.core_async.device.triton_launch import chained, follow
 from megallm.core_async.device.triton_work import FIELDS, QueryTiles
@@ -67,14 +68,17 @@ def prefill_attention(
 ) -> None:
     """Attends for the tiles' queries, of `query`, `[tokens, kv_heads, heads per kv head, head_dim]`.
 
-    `out` is `[tokens, num_heads, value_head_dim]`; `tiles` are of `queries_of_tile` queries.
+    `out` is `[tokens, num_heads, value_head_dim]`; `tiles` are of `queries_of_tile` queries. They and the
+    tables are read at once: they are older than the kernel launched before this one (`triton_launch`).
     """
     shape, keys, values = layer.shape, layer.cache.keys, layer.cache.values
-    _, kv_heads, group, head_dim = query.shape
+    kv_heads, group, head_dim = query.shape[1:]
     tuned = tuning_for(shape, keys.dtype) if tuning is None else tuning
     lines = max(tuned.lines, triton.next_power_of_2(group))
     assert tiles.queries == lines // group, f"tiles of {tiles.queries} queries, {lines} lines, {group} heads"
-    _attend_tiles[(len(tiles.tiles), kv_heads)](
+    launch(
+        _attend_tiles,
+        (len(tiles.tiles), kv_heads),
         query,
         keys,
         values,
@@ -107,19 +111,107 @@ def prefill_attention(
     )
 
 
-@triton.jit
-def _tile_of_keys(
-    queries, query_positions, block, first, end, best, total, mixed, keys, values, table, scale,
-    key_block, key_slot, value_block, value_slot, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    IS_TILED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+@triton.jit(do_not_specialize=["table_row"])
+def _attend_tiles(
+    query, keys, values, block_tables, tiles, sinks, out, scale, query_row, query_kv_head, query_head,
+    key_block, key_slot, key_head, value_block, value_slot, value_head, table_row, GROUP: tl.constexpr,
+    LINES: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, IS_TILED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    FIELDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Goes over one tile of keys; `keys` and `values` point at the program's kv head."""
+    kv_head = tl.program_id(1)
+    # the list and the tables are older than the kernel ahead: they are read while that still runs
+    # (the last rows' tiles start first: in a step of decode rows and chunks they have work)
+    tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * FIELDS
+    first_token, num_queries, first_position = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    table = block_tables + tl.load(tile).to(tl.int64) * table_row
+    # keys that every query of the tile sees need no mask; where there is a window, none are
+    begin, unmasked_end = 0, (first_position + 1) // TOKENS * TOKENS
+    if WINDOW >= 0:
+        begin = tl.maximum(first_position - WINDOW, 0) // TOKENS * TOKENS
+        unmasked_end = begin
+    is_tile = num_queries > 0
+    block = tl.load(table + begin // BLOCK, mask=is_tile, other=0).to(tl.int64)
+    follow(CHAINED)
+    if not is_tile:
+        return
+    end = first_position + num_queries  # a row's last query is its last key's
+    queries = _queries_of(
+        query, first_token, num_queries, kv_head, query_row, query_kv_head, query_head, GROUP, LINES, DIM,
+        DIM_WIDTH,
+    )  # fmt: skip
+    head_keys, head_values = keys + kv_head * key_head, values + kv_head * value_head
+    positions = first_position + tl.arange(0, LINES) // GROUP
+    best = tl.full((LINES,), -1.0e20, tl.float32)
+    total = tl.zeros((LINES,), tl.float32)
+    mixed = tl.zeros((LINES, VALUE_WIDTH), tl.float32)
+    for first in range(begin, unmasked_end, TOKENS):
+        best, total, mixed, block = _with_keys(
+            queries, positions, block, first, end, best, total, mixed, head_keys, head_values, table, scale,
+            key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK,
+            TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION, False,
+        )  # fmt: skip
+    for first in range(unmasked_end, end, TOKENS):
+        best, total, mixed, block = _with_keys(
+            queries, positions, block, first, end, best, total, mixed, head_keys, head_values, table, scale,
+            key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK,
+            TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION, True,
+        )  # fmt: skip
+    _store(
+        out, sinks, best, total, mixed, first_token, num_queries, kv_head, tl.num_programs(1), GROUP, LINES,
+        VALUE_DIM, VALUE_WIDTH, HAS_SINKS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _queries_of(
+    query, first_token, num_queries, kv_head, query_row, query_kv_head, query_head, GROUP: tl.constexpr,
+    LINES: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Gives a tile's queries: a line for each head of each, zeros past the last."""
+    lines, dims = tl.arange(0, LINES), tl.arange(0, DIM_WIDTH)
+    tokens = (first_token + lines // GROUP).to(tl.int64)
+    at = tokens * query_row + kv_head * query_kv_head + (lines % GROUP) * query_head
+    is_query = (lines // GROUP < num_queries)[:, None] & (dims < DIM)[None, :]
+    return tl.load(query + at[:, None] + dims[None, :], mask=is_query, other=0.0)
+
+
+@triton.jit
+def _with_keys(
+    queries, positions, block, first, end, best, total, mixed, keys, values, table, scale, key_block,
+    key_slot, value_block, value_slot, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, IS_TILED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Gives the sums with one tile of keys more, and the block of the next tile.
+
+    `keys` and `values` point at the program's kv head.
+    """
+    key_at, value_at, following = _places_of_keys(
+        block, first, end, keys, values, table, key_block, key_slot, value_block, value_slot,
+        DIM_WIDTH, VALUE_WIDTH, BLOCK, TOKENS, IS_TILED,
+    )  # fmt: skip
+    scores = _scores_of(
+        queries, key_at, positions, first, scale, DIM, DIM_WIDTH, TOKENS, WINDOW, SOFTCAP,
+        PRECISION, IS_MASKED,
+    )  # fmt: skip
+    best, total, mixed = _mixed_with(
+        scores, scale, value_at, first, end, best, total, mixed, VALUE_DIM, VALUE_WIDTH, TOKENS, SOFTCAP,
+        PRECISION, IS_MASKED,
+    )  # fmt: skip
+    return best, total, mixed, following
+
+
+@triton.jit
+def _places_of_keys(
+    block, first, end, keys, values, table, key_block, key_slot, value_block, value_slot,
+    DIM_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    IS_TILED: tl.constexpr,
+):  # fmt: skip
+    """Gives where the keys and values from `first` lie, and the block of those after them."""
     dims, value_dims = tl.arange(0, DIM_WIDTH)[None, :], tl.arange(0, VALUE_WIDTH)[None, :]
     tokens = tl.arange(0, TOKENS)
-    positions = first + tokens
-    is_key = positions < end
     following = block
     if IS_TILED:
         # looked up a tile ahead, so that the tiles after it can be on their way
@@ -130,41 +222,87 @@ def _tile_of_keys(
             values + block * value_block + slot * value_slot + (tokens * value_slot)[:, None] + value_dims
         )
     else:
-        blocks = tl.load(table + positions // BLOCK, mask=is_key, other=0).to(tl.int64)
+        positions = first + tokens
+        blocks = tl.load(table + positions // BLOCK, mask=positions < end, other=0).to(tl.int64)
         slots = positions % BLOCK
         key_at = keys + (blocks * key_block + slots * key_slot)[:, None] + dims
         value_at = values + (blocks * value_block + slots * value_slot)[:, None] + value_dims
-    if IS_MASKED:
-        some_keys = tl.load(key_at, mask=is_key[:, None] & (dims < DIM), other=0.0)
-    elif DIM < DIM_WIDTH:
-        some_keys = tl.load(key_at, mask=dims < DIM, other=0.0)
-    else:
+    return key_at, value_at, following
+
+
+@triton.jit
+def _scores_of(
+    queries, key_at, query_positions, first, scale, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Gives the scores of one tile of keys; without a softcap they are yet to be scaled."""
+    # what a slot holds that no token was written to may be read as a key, but not as a value
+    if DIM == DIM_WIDTH:
         some_keys = tl.load(key_at)
+    else:
+        some_keys = tl.load(key_at, mask=(tl.arange(0, DIM_WIDTH) < DIM)[None, :], other=0.0)
     scores = tl.dot(queries, tl.trans(some_keys), input_precision=PRECISION)
     if SOFTCAP > 0:
         scores = capped(scores * scale, SOFTCAP)
-        scale = 1.0
     if IS_MASKED:
-        distances = query_positions[:, None] - positions[None, :]
-        is_seen = (distances >= 0) & is_key[None, :]
-        if WINDOW >= 0:
-            is_seen = is_seen & (distances <= WINDOW)
-        scores = tl.where(is_seen, scores, -1.0e30)
-    new_best = tl.maximum(best, tl.max(scores, 1) * scale)
-    weights = tl.exp2(scores * scale - new_best[:, None])
-    if IS_MASKED:
-        # a query that sees nothing of the tile has no best yet
-        weights = tl.where(is_seen, weights, 0.0)
+        scores = _hidden(scores, query_positions, first, TOKENS, WINDOW)
+    return scores
+
+
+@triton.jit
+def _hidden(scores, query_positions, first, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """Gives scores without those of keys that a query doesn't see."""
+    # keys past the row's last query are after every query that is stored
+    tokens, last = tl.arange(0, TOKENS)[None, :], (query_positions - first)[:, None]
+    is_seen = tokens <= last
+    if WINDOW >= 0:
+        is_seen = is_seen & (tokens >= last - WINDOW)
+    return tl.where(is_seen, scores, -1.0e30)
+
+
+@triton.jit
+def _mixed_with(
+    scores, scale, value_at, first, end, best, total, mixed, VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Gives the sums with one tile of keys more."""
+    factor = 1.0 if SOFTCAP > 0 else scale
+    # where a query has seen nothing yet, what is hidden is far below even its first best, of -1e20
+    new_best = tl.maximum(best, tl.max(scores, 1) * factor)
+    weights = tl.exp2(scores * factor - new_best[:, None])
     shrink = tl.exp2(best - new_best)
+    is_value = (tl.arange(0, VALUE_WIDTH) < VALUE_DIM)[None, :]
     if IS_MASKED:
-        some_values = tl.load(value_at, mask=is_key[:, None] & (value_dims < VALUE_DIM), other=0.0)
+        is_key = first + tl.arange(0, TOKENS) < end
+        some_values = tl.load(value_at, mask=is_key[:, None] & is_value, other=0.0)
     elif VALUE_DIM < VALUE_WIDTH:
-        some_values = tl.load(value_at, mask=value_dims < VALUE_DIM, other=0.0)
+        some_values = tl.load(value_at, mask=is_value, other=0.0)
     else:
         some_values = tl.load(value_at)
     mixed = mixed * shrink[:, None]
     mixed = tl.dot(weights.to(some_values.dtype), some_values, mixed, input_precision=PRECISION)
-    return new_best, total * shrink + tl.sum(weights, 1), mixed, following
+    return new_best, total * shrink + tl.sum(weights, 1), mixed
+
+
+@triton.jit
+def _store(
+    out, sinks, best, total, mixed, first_token, num_queries, kv_head, kv_heads, GROUP: tl.constexpr,
+    LINES: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Stores what the sums of a tile come to."""
+    lines, value_dims = tl.arange(0, LINES), tl.arange(0, VALUE_WIDTH)
+    if HAS_SINKS:
+        sink = tl.load(sinks + kv_head * GROUP + lines % GROUP).to(tl.float32) * 1.4426950408889634
+        total, mixed = _with_sink(sink, best, total, mixed)
+    tokens = (first_token + lines // GROUP).to(tl.int64)
+    heads = (tokens * kv_heads + kv_head) * GROUP + lines % GROUP
+    # lines past the row's queries may have seen nothing; they are not stored
+    mixed *= (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    is_stored = (lines // GROUP < num_queries)[:, None] & (value_dims < VALUE_DIM)[None, :]
+    at = heads[:, None] * VALUE_DIM + value_dims[None, :]
+    tl.store(out + at, mixed.to(out.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit
@@ -173,66 +311,3 @@ def _with_sink(sink, best, total, mixed):
     new_best = tl.maximum(best, sink)
     shrink = tl.exp2(best - new_best)
     return total * shrink + tl.exp2(sink - new_best), mixed * shrink[:, None]
-
-
-@triton.jit
-def _attend_tiles(
-    query, keys, values, block_tables, tiles, sinks, out, scale, query_row, query_kv_head, query_head,
-    key_block, key_slot, key_head, value_block, value_slot, value_head, table_row, GROUP: tl.constexpr,
-    LINES: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, IS_TILED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    FIELDS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    follow(CHAINED)
-    kv_head = tl.program_id(1)
-    per_tile: tl.constexpr = LINES // GROUP
-    # the last rows' tiles start first: in a step of decode rows and chunks they have work
-    tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * FIELDS
-    first_token, num_queries = tl.load(tile + 1), tl.load(tile + 2)
-    first_position, length = tl.load(tile + 3), tl.load(tile + 4)
-    table = block_tables + tl.load(tile).to(tl.int64) * table_row
-    if num_queries == 0:
-        return
-    lines = tl.arange(0, LINES)
-    line_query = lines // GROUP
-    is_line = line_query < num_queries
-    tokens = (first_token + line_query).to(tl.int64)
-    dims, value_dims = tl.arange(0, DIM_WIDTH), tl.arange(0, VALUE_WIDTH)
-    query_at = tokens * query_row + kv_head * query_kv_head + (lines % GROUP) * query_head
-    queries = tl.load(
-        query + query_at[:, None] + dims[None, :], mask=is_line[:, None] & (dims < DIM)[None, :], other=0.0
-    )
-    head_keys, head_values = keys + kv_head * key_head, values + kv_head * value_head
-    best = tl.full((LINES,), -1.0e30, tl.float32)
-    total = tl.zeros((LINES,), tl.float32)
-    mixed = tl.zeros((LINES, VALUE_WIDTH), tl.float32)
-    # keys that every query of the tile sees need no mask; where there is a window, none are
-    begin, unmasked_end = 0, (first_position + 1) // TOKENS * TOKENS
-    if WINDOW >= 0:
-        begin = tl.maximum(first_position - WINDOW, 0) // TOKENS * TOKENS
-        unmasked_end = begin
-    end = tl.minimum(first_position + per_tile, length)
-    block = tl.load(table + begin // BLOCK).to(tl.int64)
-    for first in range(begin, unmasked_end, TOKENS):
-        best, total, mixed, block = _tile_of_keys(
-            queries, first_position + line_query, block, first, end, best, total, mixed, head_keys,
-            head_values, table, scale, key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH,
-            VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION, False,
-        )  # fmt: skip
-    for first in range(unmasked_end, end, TOKENS):
-        best, total, mixed, block = _tile_of_keys(
-            queries, first_position + line_query, block, first, end, best, total, mixed, head_keys,
-            head_values, table, scale, key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH,
-            VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION, True,
-        )  # fmt: skip
-    if HAS_SINKS:
-        sink = tl.load(sinks + kv_head * GROUP + lines % GROUP).to(tl.float32) * 1.4426950408889634
-        total, mixed = _with_sink(sink, best, total, mixed)
-    heads = (tokens * tl.num_programs(1) + kv_head) * GROUP + lines % GROUP
-    # lines past the row's queries may have seen nothing; they are not stored
-    mixed /= tl.where(total > 0, total, 1.0)[:, None]
-    is_stored = is_line[:, None] & (value_dims < VALUE_DIM)[None, :]
-    tl.store(
-        out + heads[:, None] * VALUE_DIM + value_dims[None, :], mixed.to(out.dtype.element_ty), mask=is_stored
-    )

@@ -15,6 +15,7 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
+from megallm.core_async.device.triton_compile import launch, launch_always
 from megallm.core_async.device.triton_launch import chained, follow
 
 CHUNK = 4096
@@ -52,7 +53,10 @@ def look_up(
     token_ids = torch.empty(count, dtype=torch.int64, device=rows.device)
     slots = torch.empty_like(token_ids)
     kv_lengths = torch.empty_like(rows)
-    _look_up[(triton.cdiv(count, ROWS),)](
+    # within `compile_all`, too: the embedding would be read at ids that are none
+    launch_always(
+        _look_up,
+        (triton.cdiv(count, ROWS),),
         rows,
         positions,
         last_tokens,
@@ -83,7 +87,9 @@ def take_best(logits: Tensor, rows: Tensor, last_tokens: Tensor) -> tuple[Tensor
     places = torch.empty((count, chunks), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(count, dtype=torch.int32, device=logits.device)
     is_finite = torch.empty(count, dtype=torch.bool, device=logits.device)
-    _best_of_chunks[(chunks, count)](
+    launch(
+        _best_of_chunks,
+        (chunks, count),
         logits,
         best,
         places,
@@ -93,7 +99,9 @@ def take_best(logits: Tensor, rows: Tensor, last_tokens: Tensor) -> tuple[Tensor
         num_warps=4,
         **chained(logits),
     )
-    _best_of_rows[(count,)](
+    launch(
+        _best_of_rows,
+        (count,),
         best,
         places,
         rows,
@@ -108,7 +116,8 @@ def take_best(logits: Tensor, rows: Tensor, last_tokens: Tensor) -> tuple[Tensor
     return tokens, is_finite
 
 
-@triton.jit
+# (columns lie one after the other, of any length)
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows", "positions", "known"])
 def _look_up(
     rows, positions, last_tokens, block_tables, known, token_ids, slots, kv_lengths, count,
     table_row, HAS_KNOWN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,

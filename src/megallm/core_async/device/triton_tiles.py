@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megallm.core_async.device.tile_choice import Tiles
+from megallm.core_async.device.triton_compile import launch
 from megallm.core_async.device.triton_launch import can_chain, chained, follow
 
 _ALIGNMENT = 16
@@ -51,7 +52,9 @@ def tiled_product(rows: Tensor, weight: Tensor, tiles: Tiles, *, is_gated: bool 
         out = torch.empty((count, outputs), dtype=rows.dtype, device=rows.device)
         target = TensorDescriptor.from_tensor(out, [tiles.rows, tiles.outputs])
     num_tiles = tiles.count(count, outputs)
-    _tiled_product[(min(num_tiles, tiles.max_programs or num_tiles), tiles.parts)](
+    launch(
+        _tiled_product,
+        (min(num_tiles, tiles.max_programs or num_tiles), tiles.parts),
         TensorDescriptor.from_tensor(rows, [tiles.rows, tiles.depth]),
         TensorDescriptor.from_tensor(weight, [tiles.outputs, tiles.depth]),
         target,
@@ -85,17 +88,18 @@ def _place(tile, row_tiles, output_tiles, GROUP: tl.constexpr):
     return first + tile % per_group % height, tile % per_group // height
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _tiled_product(
-    rows, weight, out, count, outputs, depth, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
-    PARTS: tl.constexpr, GROUP: tl.constexpr, IS_GATED: tl.constexpr, CHAINED: tl.constexpr,
+    rows, weight, out, count, outputs, depth, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
+    IS_GATED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    follow(CHAINED)
     row_tiles, output_tiles = tl.cdiv(count, ROWS), tl.cdiv(outputs, OUTPUTS)
     part = tl.program_id(1)
     size = tl.cdiv(tl.cdiv(depth, PARTS), DEPTH) * DEPTH
     begin = part * size
     end = tl.minimum(begin + size, depth)
+    follow(CHAINED)
     for tile in range(tl.program_id(0), row_tiles * output_tiles, tl.num_programs(0)):
         down, right = _place(tile, row_tiles, output_tiles, GROUP)
         first_row, first_output = down * ROWS, right * OUTPUTS

@@ -19,10 +19,13 @@ import triton.language as tl
 from msgspec import Struct
 from torch import Tensor
 
+from megallm.core_async.device.triton_compile import launch
 from megallm.core_async.device.triton_launch import chained, follow
 
 FIELDS = 8
 """Numbers of one part or tile."""
+FEW_ROWS = 128
+"""Up to so many rows are cut by one and the same kernel: a row a thread, which it has anyway."""
 KEYS = 64
 """Parts are of a multiple of so many keys, and begin at one."""
 
@@ -63,7 +66,9 @@ def row_parts(
     num_rows = len(kv_lengths)
     parts = kv_lengths.new_empty(num_rows + max_cuts, FIELDS)
     num_parts, rows = kv_lengths.new_empty(1), kv_lengths.new_empty(num_rows, 4)
-    _cut_rows[(1,)](
+    launch(
+        _cut_rows,
+        (1,),
         kv_lengths,
         table_rows,
         parts,
@@ -72,7 +77,7 @@ def row_parts(
         num_rows,
         max_cuts,
         min_keys,
-        ROWS=max(16, triton.next_power_of_2(num_rows)),
+        ROWS=max(FEW_ROWS, triton.next_power_of_2(num_rows)),
         WINDOW=-1 if window is None else window,
         KEYS=KEYS,
         num_warps=4,
@@ -91,7 +96,9 @@ def query_tiles(
     num_rows = len(kv_lengths)
     # row r's tiles begin at tile `queries before it // queries of a tile + r`: a few tiles stay empty
     tiles = kv_lengths.new_empty(num_queries // queries + num_rows, FIELDS)
-    _place_tiles[(len(tiles),)](
+    launch(
+        _place_tiles,
+        (len(tiles),),
         query_starts,
         kv_lengths,
         table_rows,

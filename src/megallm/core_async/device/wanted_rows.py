@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from megallm.core_async.device.hooks import hooks_of
 from megallm.core_async.device.step_inputs import StepInputs
 
 
@@ -17,12 +18,7 @@ class WantedRows:
 
     def __init__(self, passed: Iterable[nn.Module | None]) -> None:
         """`passed`: the modules from the last layer's end to the output layer."""
-        self._hooks: list[object] = [
-            vars(module)[kind]
-            for module in passed
-            if module is not None
-            for kind in ("_forward_hooks", "_forward_pre_hooks")
-        ]
+        self._hooks = hooks_of(module for module in passed if module is not None)
 
     def of(self, inputs: StepInputs) -> Tensor | None:
         """Gives the tokens whose states are wanted, int32 or int64; None where all are."""
