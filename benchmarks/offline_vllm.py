@@ -2,7 +2,8 @@
 
 In a process of its own, since either engine takes a GPU's memory for itself. The weights are vLLM's own
 random ones (`load_format="dummy"`), its settings the defaults but for the prefix cache, which is off, and
-as many requests at once as a case has. Every case runs once to warm up. Needs a CUDA device and vLLM.
+as many requests at once as a case has. Every case runs once to warm up. Its lines are of suite `offline`,
+to be kept beside those of megallm. Needs a CUDA device and vLLM.
 """
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
 # (vLLM is no dependency of the project)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megallm.core_async.device.tile_choice import MOST_SPLIT_ROWS, PROCESSORS, Tiles, gated, split, whole
+from megallm.core_async.device.tile_choice import MAX_SPLIT_ROWS, PROCESSORS, Tiles, gated, split, whole
 
 SIZES = [1024, 2048, 3072, 4096, 6144, 14336, 28672, 151_936]
 ROWS = [33, 48, 64, 96, 128, 160, 256, 512, 1024, 2048, 4096, 16384]
@@ -30,7 +30,7 @@ def test_tiles_fit_the_card(num_rows: int, outputs: int, depth: int) -> None:
         assert tiles.rows * tiles.outputs * (2 if is_gated else 1) <= 128 * 32 * tiles.num_warps
         assert depth // tiles.parts >= tiles.depth * tiles.num_stages
         if choose is not gated:
-            assert tiles.count(num_rows, outputs) * tiles.parts <= PROCESSORS
+            assert tiles.num_tiles(num_rows, outputs) * tiles.parts <= PROCESSORS
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_split_products_fill_the_card_with_the_fewest_parts(
     """Every part more is written and read again, in 32 bits."""
     tiles = split(num_rows, outputs, depth)
     assert tiles is not None
-    assert (tiles.count(num_rows, outputs), tiles.parts) == (count, parts)
+    assert (tiles.num_tiles(num_rows, outputs), tiles.parts) == (count, parts)
 
 
 @pytest.mark.parametrize("choose", [whole, split, gated])
@@ -55,11 +55,19 @@ def test_small_inputs_are_left_to_the_library(choose: object) -> None:
 
 def test_many_rows_are_tiled_only_with_a_gate_and_where_the_last_turn_is_full() -> None:
     """A last turn of a few tiles leaves the card idle while they run."""
-    assert whole(MOST_SPLIT_ROWS + 1, 4096, 4096) is None
-    assert split(MOST_SPLIT_ROWS + 1, 4096, 4096) is None
+    assert whole(MAX_SPLIT_ROWS + 1, 4096, 4096) is None
+    assert split(MAX_SPLIT_ROWS + 1, 4096, 4096) is None
     assert gated(512, 14336, 4096) is None
     large = gated(4096, 14336, 4096)
     assert large is not None
     assert large.max_programs == PROCESSORS
     assert gated(1024, 3072, 1024) is None  # 192 tiles: one turn and a half
     assert gated(2048, 3072, 1024) == large
+
+
+@pytest.mark.parametrize("choose", [whole, split, gated])
+def test_a_single_row_is_never_tiled(choose: object) -> None:
+    """It streams past the weights instead: a tile for it took a fifth longer."""
+    assert callable(choose)
+    assert choose(1, 4096, 4096) is None
+    assert choose(0, 4096, 4096) is None

@@ -75,3 +75,15 @@ def test_residual_is_overwritten_only_where_it_may_be() -> None:
     assert again.data_ptr() == residual.data_ptr()
     torch.testing.assert_close(again, sums, rtol=1e-2, atol=6e-2)
     torch.testing.assert_close(normed_again, normed, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("outputs", [100, 4004, 4006])
+def test_outputs_whose_rows_the_copy_engine_can_not_store_are_computed(outputs: int) -> None:
+    """A part of a layer over several ranks may have any number of outputs."""
+    ours, torchs = TritonOps(), TorchOps()
+    rows, weight = torch.randn(40, 512).half() / 16, torch.randn(outputs, 512).half()
+    for got, expected in (
+        (ours.linear(rows, weight, None), torchs.linear(rows, weight, None)),
+        (ours.gated_linear(rows, weight, None), torchs.gated_linear(rows, weight, None)),
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=6e-2)

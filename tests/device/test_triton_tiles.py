@@ -1,4 +1,4 @@
-"""Tiled products, in Triton's interpreter."""
+"""Tiled products, in Triton's interpreter: in float16, since its products in bfloat16 are wrong."""
 
 import pytest
 import torch

@@ -27,9 +27,10 @@ class CountingOps(TorchOps):
         return super().gated_linear(rows, weight, bias)
 
 
-def logits_and_rows(model: Megatron) -> tuple[Tensor, list[int]]:
-    """Gives the logits of a prompt and five decode steps, and the rows that the prompt's layers gated."""
+def logits_and_rows(model: Megatron, *, is_whole: bool = True) -> tuple[Tensor, list[int]]:
+    """Gives the logits of a prompt and five decode steps, and the rows that their layers gated."""
     hook, ops, backend = ModelHook(model), CountingOps(), SdpaAttention(4)
+    hook.is_whole = is_whole
     shapes = [
         CacheShape(layer.num_kv_heads, layer.head_dim, layer.value_head_dim)
         for layer in hook.shape.attention_layers
@@ -41,15 +42,14 @@ def logits_and_rows(model: Megatron) -> tuple[Tensor, list[int]]:
         logits = continuation(hook, backend, PROMPT)
     finally:
         hook.unbind()
-    assert ops.gated[3:] == [1] * 15
-    return logits, ops.gated[:3]
+    return logits, ops.gated
 
 
 def test_last_layer_works_for_the_sampled_token_alone() -> None:
     """Of a long prompt it would be one layer in so many for nothing."""
     model = built("grouped heads")
     logits, rows = logits_and_rows(model)
-    assert rows == [5, 5, 1]
+    assert rows == [5, 5, 1] + [1] * 15
     greedy = plain_continuation(model, PROMPT, 6)
     expected = plain_logits(model, PROMPT + greedy[:-1])[len(PROMPT) - 1 :]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
@@ -69,8 +69,31 @@ def test_who_looks_sees_every_token(watched: str) -> None:
         _, rows = logits_and_rows(model)
     finally:
         handle.remove()
-    assert rows == [5, 5, 5]
+    assert rows == [5, 5, 5] + [1] * 15
     assert seen == [5] + [1] * 5
+
+
+def test_who_looks_at_all_modules_sees_every_token() -> None:
+    """A probe of everything is registered with torch, not with a module: megatron's own layers run then."""
+    model = built("grouped heads")
+    seen: list[int] = []
+
+    def see(module: nn.Module, args: object, out: object) -> None:
+        if module is model.decoder.layers[-1] and isinstance(out, tuple):
+            seen.append(len(out[0]))
+
+    handle = nn.modules.module.register_module_forward_hook(see)
+    try:
+        _, rows = logits_and_rows(model)
+    finally:
+        handle.remove()
+    assert (rows, seen) == ([], [5] + [1] * 5)
+
+
+def test_ranks_that_share_the_last_layer_work_for_every_token() -> None:
+    """Each knows its own hooks alone, and sums with the others what has as many rows."""
+    _, rows = logits_and_rows(built("grouped heads"), is_whole=False)
+    assert rows == [5, 5, 5] + [1] * 15
 
 
 def test_prompts_with_and_without_scores_and_chunks_without_samples_share_steps(

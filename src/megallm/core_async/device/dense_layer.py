@@ -142,7 +142,7 @@ def dense_layer(
     following: MegatronModule | None = None,
     next_norm: NextNorm | None = None,
     attend_norms_heads: bool = False,
-    wanted: Callable[[], Tensor | None] = lambda: None,
+    wanted: Callable[[], Tensor | None] | None = None,
 ) -> Callable[..., tuple[Tensor, None]]:
     """Gives a layer's forward over `[tokens, 1, hidden]`, as a step needs it.
 
@@ -175,7 +175,7 @@ def dense_layer(
         if key_norm is not None:
             key = _norm(ops, key_norm, key)
         attended = attend(query, key, value)
-        if (tokens := wanted()) is not None:
+        if wanted is not None and (tokens := wanted()) is not None:
             hidden, attended = hidden.index_select(0, tokens), attended.index_select(0, tokens)
         hidden, normed = _add_linear_norm(
             ops, hidden, attended, attention.linear_proj, layer.pre_mlp_layernorm, attention_ranks
@@ -195,14 +195,14 @@ def dense_layer(
 
 def head_norms_of(attention: MegatronModule) -> HeadNorms | None:
     """Gives the norms of a layer's queries and keys as a backend takes them over; None where it can't."""
-    norms = [norm for norm in _head_norms(attention) if norm is not None]
-    if not norms or any(norm.eps is None for norm in norms):
-        return None
-    query, key = (
-        None if norm is None or norm.eps is None else HeadNorm(module=norm, epsilon=norm.eps)
-        for norm in _head_norms(attention)
-    )
-    return HeadNorms(query=query, key=key)
+    norms = _head_norms(attention)
+    query, key = map(_known_norm, norms)
+    is_known = (query is None) == (norms[0] is None) and (key is None) == (norms[1] is None)
+    return HeadNorms(query=query, key=key) if is_known and (query or key) else None
+
+
+def _known_norm(norm: nn.RMSNorm | None) -> HeadNorm | None:
+    return None if norm is None or norm.eps is None else HeadNorm(module=norm, epsilon=norm.eps)
 
 
 def has_dense_options(layer: MegatronModule) -> bool:

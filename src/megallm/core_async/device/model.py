@@ -228,7 +228,7 @@ class ModelHook:
                 site.layer.forward,
                 following=self._dense_after(site.layer),
                 next_norm=next_norm,
-                wanted=self._take_wanted if site.layer is self._model.decoder.layers[-1] else _all,
+                wanted=self._take_wanted if site.layer is self._model.decoder.layers[-1] else None,
                 attend_norms_heads=norms is not None,
             )
             self._swap(site.layer, "forward", of_layer)
@@ -237,8 +237,8 @@ class ModelHook:
         """Gives the tokens whose states go on from the last layer; None is all of them."""
         step = self._step
         assert step is not None, "a layer runs outside a step"
-        if self._output_layer is None:
-            return None
+        if self._output_layer is None or not self.is_whole:
+            return None  # ranks that share the layer must agree, and each knows its own hooks alone
         wanted = self._wanted_rows.of(step.inputs)
         step.has_only_wanted = wanted is not None
         return wanted
@@ -336,7 +336,3 @@ class ModelHook:
         if inputs.logit_tokens is not None and not step.has_only_wanted:
             states = states.index_select(0, inputs.logit_tokens)
         return (states, *args[1:]), options
-
-
-def _all() -> None:
-    """Wants every token's states."""

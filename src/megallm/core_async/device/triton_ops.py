@@ -15,7 +15,7 @@ from torch.nn import functional
 from megallm.core_async.device import tile_choice, triton_layer
 from megallm.core_async.device.tile_choice import Tiles
 from megallm.core_async.device.triton_linear import Tiling, add_rms_norm_of_parts, few_rows
-from megallm.core_async.device.triton_tiles import can_tile, tiled_product
+from megallm.core_async.device.triton_tiles import can_store, can_tile, tiled_product
 
 MAX_FEW_ROWS = 32
 """Rows up to which the weights stream past all of them at once."""
@@ -102,9 +102,10 @@ def _tiles(
     halves: int = 1,
 ) -> Tiles | None:
     """Gives the tiles of a product on the card's copy engine; None where cuBLAS is faster, or it can't."""
-    if bias is not None or rows.dim() != 2 or len(rows) == 0 or not can_tile(rows, weight):  # noqa: PLR2004 - rows of inputs
+    if bias is not None or rows.dim() != 2 or not can_tile(rows, weight):  # noqa: PLR2004 - rows of inputs
         return None
-    return choose(len(rows), len(weight) // halves, weight.shape[1])
+    tiles = choose(len(rows), len(weight) // halves, weight.shape[1])
+    return tiles if tiles is None or can_store(len(weight) // halves, rows.dtype, tiles) else None
 
 
 def _is_few(rows: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> bool:

@@ -22,20 +22,25 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megallm.core_async.device.tile_choice import Tiles
 from megallm.core_async.device.triton_compile import launch
-from megallm.core_async.device.triton_launch import can_chain, chained, follow
+from megallm.core_async.device.triton_launch import chained, follow, has_large_tiles
 
 _ALIGNMENT = 16
 """Bytes that the copy engine's rows begin at multiples of."""
 
 
 def can_tile(rows: Tensor, weight: Tensor) -> bool:
-    """Says whether the copy engine can bring both; it is in cards from Hopper on."""
+    """Says whether the copy engine can bring both, to where there is room for its tiles."""
     return (
         rows.dtype is weight.dtype
         and rows.dtype in (torch.bfloat16, torch.float16)
-        and (rows.device.type != "cuda" or can_chain(rows.device))
+        and (rows.device.type != "cuda" or has_large_tiles(rows.device))
         and all(map(_is_aligned, (rows, weight)))
     )
+
+
+def can_store(outputs: int, dtype: torch.dtype, tiles: Tiles) -> bool:
+    """Says whether it can store a product's rows as well, which in parts are stored without it."""
+    return tiles.parts > 1 or outputs * dtype.itemsize % _ALIGNMENT == 0
 
 
 def tiled_product(rows: Tensor, weight: Tensor, tiles: Tiles, *, is_gated: bool = False) -> Tensor:
@@ -51,7 +56,7 @@ def tiled_product(rows: Tensor, weight: Tensor, tiles: Tiles, *, is_gated: bool 
     else:
         out = torch.empty((count, outputs), dtype=rows.dtype, device=rows.device)
         target = TensorDescriptor.from_tensor(out, [tiles.rows, tiles.outputs])
-    num_tiles = tiles.count(count, outputs)
+    num_tiles = tiles.num_tiles(count, outputs)
     launch(
         _tiled_product,
         (min(num_tiles, tiles.max_programs or num_tiles), tiles.parts),

@@ -14,7 +14,7 @@ from megallm.core_async.device.step_inputs import StepInputs
 
 
 class WantedRows:
-    """For one bound model. Somebody who hooked what the states pass through sees all of them."""
+    """For one bound model. Hooks on what the states pass before the output layer see all of them."""
 
     def __init__(self, passed: Iterable[nn.Module | None]) -> None:
         """`passed`: the modules from the last layer's end to the output layer."""
