@@ -1,7 +1,8 @@
 """What suspend gives back, what resume takes, and what is left behind by many cycles and many requests.
 
-Memory is what the driver has lent out (`torch.cuda.mem_get_info`), so a leak in any library shows; host
-memory is the process's resident size. With offload a prefix cache is filled first, so that there are contents
+Memory is what the driver has lent out (`torch.cuda.mem_get_info`), so a leak in any library shows; of
+many requests what torch's allocator keeps for the next step does not count. Host memory is the process's
+resident size. With offload a prefix cache is filled first, so that there are contents
 to move: GB/s are their bytes by the time of a whole suspend and a whole resume. Needs a CUDA device.
 """
 
