@@ -102,10 +102,13 @@ def _tiles(
     halves: int = 1,
 ) -> Tiles | None:
     """Gives the tiles of a product on the card's copy engine; None where cuBLAS is faster, or it can't."""
-    if bias is not None or rows.dim() != 2 or not can_tile(rows, weight):  # noqa: PLR2004 - rows of inputs
+    if bias is not None or rows.dim() != 2:  # noqa: PLR2004 - rows of inputs
         return None
-    tiles = choose(len(rows), len(weight) // halves, weight.shape[1])
-    return tiles if tiles is None or can_store(len(weight) // halves, rows.dtype, tiles) else None
+    outputs = len(weight) // halves
+    tiles = choose(len(rows), outputs, weight.shape[1])
+    if tiles is None or not can_tile(rows, weight) or not can_store(outputs, rows.dtype, tiles):
+        return None
+    return tiles
 
 
 def _is_few(rows: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> bool:
