@@ -1,8 +1,9 @@
 """The paged cache: keys and values of every attention layer in blocks of equal size.
 
 Knows tensors, and the arithmetic of blocks and slots; does not know which row owns which block.
-Slot `block * block_size + offset` holds one token. What was never written means nothing: our kernels
-don't read it, and flash-attn weighs it with zero, so on a GPU it starts as zeros, and not as NaN.
+Slot `block * block_size + offset` holds one token. What was never written means nothing: our kernels hide
+the scores of such keys and read no such values; flash-attn weighs both with zero, so on a GPU they start as
+zeros, and not as NaN.
 """
 
 from collections.abc import Iterator, Sequence
