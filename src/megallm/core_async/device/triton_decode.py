@@ -21,6 +21,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from megallm.core_async.device.attention import PagedLayer
+from megallm.core_async.device.layer_constants import constants_of
 from megallm.core_async.device.triton_compile import launch
 from megallm.core_async.device.triton_launch import chained, follow
 from megallm.core_async.device.triton_work import FIELDS, KEYS, RowParts
@@ -116,34 +117,19 @@ def decode_attention(
         block_tables.stride(0),
         GROUP=group,
         GROUP_ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
-        DIM=head_dim,
-        DIM_WIDTH=triton.next_power_of_2(max(16, head_dim)),
-        VALUE_DIM=value_dim,
-        VALUE_WIDTH=triton.next_power_of_2(max(16, value_dim)),
         TOKENS=tuned.tokens,
         IS_TILED=is_tiled,
         IS_CUT=parts.is_cut,
+        PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
         FIELDS=FIELDS,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages + (0 if is_tiled else 2),  # looking keys up one by one takes stages, too
         **({} if tuned.max_registers is None else {"maxnreg": tuned.max_registers}),
-        **_constants(layer),
+        **constants_of(layer),
         **chained(query),
     )
     if parts.is_cut:
         _join(layer, parts, sums, sizes, out)
-
-
-def _constants(layer: PagedLayer) -> dict[str, int | float | str]:
-    """Gives what the kernel is compiled for by the layer alone."""
-    keys = layer.cache.keys
-    return {
-        "BLOCK": keys.shape[1],
-        "WINDOW": -1 if layer.shape.window is None else layer.shape.window,
-        "SOFTCAP": layer.shape.softcap or 0.0,
-        "HAS_SINKS": layer.sinks is not None,
-        "PRECISION": "ieee" if keys.dtype is torch.float32 else "tf32",
-    }
 
 
 def _join(layer: PagedLayer, parts: RowParts, sums: Tensor, sizes: Tensor, out: Tensor) -> None:
@@ -235,12 +221,12 @@ def _attend_parts(
     count, first_seen = tl.load(part + 4), tl.load(part + 5)
     table = block_tables + tl.load(part, mask=is_part, other=0).to(tl.int64) * table_row
     block = tl.load(table + begin // BLOCK).to(tl.int64)
-    head_keys, head_values = keys + kv_head * key_head, values + kv_head * value_head
     follow(CHAINED)
     if end <= begin:
         return
     group, dims, value_dims = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM_WIDTH), tl.arange(0, VALUE_WIDTH)
     is_head = group < GROUP
+    head_keys, head_values = keys + kv_head * key_head, values + kv_head * value_head
     query_at = row * query_row + kv_head * query_kv_head + group[:, None] * query_head
     queries = tl.load(
         query + query_at + dims[None, :], mask=is_head[:, None] & (dims < DIM)[None, :], other=0.0

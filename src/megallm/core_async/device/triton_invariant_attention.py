@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megallm.core_async.device.attention import PagedLayer
+from megallm.core_async.device.layer_constants import constants_of
 from megallm.core_async.device.triton_compile import launch
 from megallm.core_async.device.triton_invariant_join import join_parts, joined
 
@@ -108,16 +109,9 @@ def _constants(layer: PagedLayer) -> dict[str, int | float | bool]:
     shape, keys = layer.shape, layer.cache.keys
     is_wide = max(shape.head_dim, shape.value_head_dim) * keys.dtype.itemsize > _WIDE
     return {
-        "DIM": shape.head_dim,
-        "DIM_WIDTH": triton.next_power_of_2(max(16, shape.head_dim)),
-        "VALUE_DIM": shape.value_head_dim,
-        "VALUE_WIDTH": triton.next_power_of_2(max(16, shape.value_head_dim)),
-        "BLOCK": keys.shape[1],
+        **constants_of(layer),
         "PART": PART,
         "TOKENS": TOKENS,
-        "WINDOW": -1 if shape.window is None else shape.window,
-        "SOFTCAP": 0.0 if shape.softcap is None else shape.softcap,
-        "HAS_SINKS": layer.sinks is not None,
         "num_warps": 8 if is_wide else 4,
         "num_stages": 2 if is_wide else 3,
         # a product and a sum that were rounded once here and twice there would not be equal

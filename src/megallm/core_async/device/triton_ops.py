@@ -18,9 +18,7 @@ from megallm.core_async.device.triton_linear import Tiling, add_rms_norm_of_part
 from megallm.core_async.device.triton_tiles import can_store, can_tile, tiled_product
 
 MAX_FEW_ROWS = 32
-"""Rows up to which the weights stream past all of them at once."""
-MAX_WIDE_ROWS = 32
-"""The same of an output layer."""
+"""Rows up to which the weights stream past all of them at once: in tiles they took 2 to 10 % longer."""
 _SMALL = 2048
 """Outputs below which a product alone can't fill the card, and its inputs are split."""
 _PROGRAMS = 128
@@ -111,10 +109,10 @@ def _tiles(
     return tiles
 
 
-def _is_few(rows: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> bool:
+def _is_few(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         bias is None
-        and 0 < rows.numel() <= most * rows.shape[-1]
+        and 0 < rows.numel() <= MAX_FEW_ROWS * rows.shape[-1]
         and rows.dtype is weight.dtype
         and rows.dtype in (torch.bfloat16, torch.float16)
         and rows.is_contiguous()
@@ -124,7 +122,7 @@ def _is_few(rows: Tensor, weight: Tensor, bias: Tensor | None, most: int) -> boo
 
 def _whole(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tiling | None:
     """Gives the tiling of a product whose programs each see all inputs; None where cuBLAS is faster."""
-    if not _is_few(rows, weight, bias, MAX_WIDE_ROWS):
+    if not _is_few(rows, weight, bias):
         return None
     outputs, depth = weight.shape
     count = rows.numel() // depth
@@ -139,7 +137,7 @@ def _whole(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tiling | None:
 
 
 def _gated(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tiling | None:
-    if not _is_few(rows, weight, bias, MAX_FEW_ROWS):
+    if not _is_few(rows, weight, bias):
         return None
     outputs, depth = weight.shape
     count = rows.numel() // depth
@@ -155,7 +153,7 @@ def _gated(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tiling | None:
 
 def _split(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tiling | None:
     """Gives the tiling of a product whose parts the next kernel sums; None where there is no gain."""
-    if not _is_few(rows, weight, bias, MAX_FEW_ROWS):
+    if not _is_few(rows, weight, bias):
         return None
     outputs, depth = weight.shape
     if rows.numel() // depth == 1:

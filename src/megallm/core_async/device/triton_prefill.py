@@ -18,6 +18,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from megallm.core_async.device.attention import LayerShape, PagedLayer
+from megallm.core_async.device.layer_constants import constants_of
 from megallm.core_async.device.triton_compile import launch
 from megallm.core_async.device.triton_decode import capped
 from megallm.core_async.device.triton_launch import chained, follow
@@ -72,7 +73,7 @@ def prefill_attention(
     tables are read at once: they are older than the kernel launched before this one (`triton_launch`).
     """
     shape, keys, values = layer.shape, layer.cache.keys, layer.cache.values
-    kv_heads, group, head_dim = query.shape[1:]
+    kv_heads, group = query.shape[1:3]
     tuned = tuning_for(shape, keys.dtype) if tuning is None else tuning
     lines = max(tuned.lines, triton.next_power_of_2(group))
     assert tiles.queries == lines // group, f"tiles of {tiles.queries} queries, {lines} lines, {group} heads"
@@ -93,20 +94,13 @@ def prefill_attention(
         block_tables.stride(0),
         GROUP=group,
         LINES=lines,
-        DIM=head_dim,
-        DIM_WIDTH=triton.next_power_of_2(max(16, head_dim)),
-        VALUE_DIM=shape.value_head_dim,
-        VALUE_WIDTH=triton.next_power_of_2(max(16, shape.value_head_dim)),
-        BLOCK=keys.shape[1],
         TOKENS=tuned.tokens,
         IS_TILED=keys.shape[1] % tuned.tokens == 0,
-        WINDOW=-1 if shape.window is None else shape.window,
-        SOFTCAP=shape.softcap or 0.0,
-        HAS_SINKS=layer.sinks is not None,
         PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
         FIELDS=FIELDS,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
+        **constants_of(layer),
         **chained(query),
     )
 
