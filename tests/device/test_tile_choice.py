@@ -35,7 +35,7 @@ def test_tiles_fit_the_card(num_rows: int, outputs: int, depth: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "outputs", "depth", "count", "parts"),
-    [(64, 4096, 4096, 64, 2), (128, 4096, 14336, 64, 2), (128, 1024, 3072, 64, 2), (64, 1024, 2048, 32, 4)],
+    [(64, 4096, 4096, 64, 2), (128, 4096, 14336, 64, 2), (256, 1024, 3072, 64, 2), (64, 1024, 2048, 32, 4)],
 )
 def test_split_products_fill_the_card_with_the_fewest_parts(
     num_rows: int, outputs: int, depth: int, count: int, parts: int
@@ -44,6 +44,34 @@ def test_split_products_fill_the_card_with_the_fewest_parts(
     tiles = split(num_rows, outputs, depth)
     assert tiles is not None
     assert (tiles.num_tiles(num_rows, outputs), tiles.parts) == (count, parts)
+
+
+def test_the_fullest_of_equally_full_cards_reads_its_rows_least() -> None:
+    """Measured: two tiles below each other are better wide and in more parts, one is not."""
+    assert split(128, 1024, 3072) == Tiles(rows=64, outputs=64, depth=128, num_warps=4, num_stages=4, parts=4)
+    one_high = split(64, 1024, 3072)
+    assert one_high is not None
+    assert (one_high.outputs, one_high.parts) == (32, 4)
+    halves = split(256, 4096, 14336)
+    assert halves is not None
+    assert (halves.rows, halves.outputs, halves.parts) == (128, 128, 2)
+    assert split(192, 4096, 14336) is None
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "is_own"), [(80, True), (128, True), (160, False), (224, False), (256, True)]
+)
+def test_large_gates_are_own_where_their_rows_fill_the_tiles(num_rows: int, *, is_own: bool) -> None:
+    """96 rows in one turn of tiles; 160 would take the two turns of 256, and cuBLAS takes less."""
+    tiles = gated(num_rows, 14336, 4096)
+    assert (tiles is not None) == is_own
+    assert tiles is None or (tiles.rows, tiles.outputs) == (128, 128)
+
+
+def test_three_tiles_below_each_other_may_leave_more_of_the_card_idle() -> None:
+    """There cuBLAS has the worse fit."""
+    assert whole(160, 4096, 1024) == whole(192, 4096, 4096)
+    assert whole(128, 6144, 4096) is None
 
 
 @pytest.mark.parametrize("choose", [whole, split, gated])

@@ -11,14 +11,21 @@ from msgspec import Struct
 PROCESSORS = 132
 FILLED = 0.9
 """Share of the card's places from which on a product's tiles fill it."""
+FILLED_BY_THREE = 0.7
+"""The same for three tiles below each other: there cuBLAS, whose tiles have other heights, is slower."""
 MIN_ROWS = 2
 """A single row streams past the weights at the memory's speed; in a tile it took a fifth longer."""
 MAX_SPLIT_ROWS = 256
 """Rows up to which parts of a product are summed by the norm after it: beyond, they are too many bytes."""
 MIN_LARGE_ROWS = 1024
 """Rows from which on a gated product is worth tiles of 128 rows, one after the other."""
+MIN_LONG_INPUTS = 8192
+"""Inputs from which on a product of 193 to 256 rows is worth halving."""
 _MIN_INPUTS = 512
 """Inputs of a part at least: enough for all stages of the copies."""
+_SPLIT_ONE_HIGH = ((32, 2), (64, 2), (128, 2), (32, 4), (64, 4))
+_SPLIT = ((64, 2), (128, 2), (64, 4), (32, 2), (32, 4))
+"""Outputs of a tile and its parts, the better first: every narrow tile reads the rows again."""
 
 
 class Tiles(Struct, frozen=True):
@@ -38,9 +45,17 @@ class Tiles(Struct, frozen=True):
     group: int = 8
     """Tiles below each other that run beside each other, so that weights are read once for all."""
 
+    def height(self, num_rows: int) -> int:
+        """Gives the number of tiles below each other."""
+        return -(-num_rows // self.rows)
+
     def num_tiles(self, num_rows: int, num_outputs: int) -> int:
         """Gives the number of tiles."""
-        return -(-num_rows // self.rows) * -(-num_outputs // self.outputs)
+        return self.height(num_rows) * -(-num_outputs // self.outputs)
+
+
+_LARGE = Tiles(rows=128, outputs=128, depth=64, num_warps=8, num_stages=4, max_programs=PROCESSORS)
+"""For gates: of three tiles in two turns, or one of 96 rows, cuBLAS's fit better."""
 
 
 def whole(num_rows: int, outputs: int, depth: int) -> Tiles | None:
@@ -49,7 +64,8 @@ def whole(num_rows: int, outputs: int, depth: int) -> Tiles | None:
         return None
     for width in (32, 64, 128):
         tiles = Tiles(rows=64, outputs=width, depth=128, num_warps=4, num_stages=4)
-        if FILLED * PROCESSORS <= tiles.num_tiles(num_rows, outputs) <= PROCESSORS:
+        filled = FILLED_BY_THREE if tiles.height(num_rows) == 3 else FILLED  # noqa: PLR2004 - as it says
+        if filled * PROCESSORS <= tiles.num_tiles(num_rows, outputs) <= PROCESSORS:
             return tiles
     return None
 
@@ -58,27 +74,34 @@ def split(num_rows: int, outputs: int, depth: int) -> Tiles | None:
     """Gives the tiles of a product whose parts the norm after it sums; None where cuBLAS is faster."""
     if not MIN_ROWS <= num_rows <= MAX_SPLIT_ROWS:
         return None
-    found: list[Tiles] = []
-    for width, parts in ((32, 2), (64, 2), (128, 2), (32, 4), (64, 4)):
-        tiles = Tiles(rows=64, outputs=width, depth=128, num_warps=4, num_stages=4, parts=parts)
-        if tiles.num_tiles(num_rows, outputs) * parts <= PROCESSORS and depth >= parts * _MIN_INPUTS:
-            found.append(tiles)
-    # the fullest card; of equals the fewest parts, which come first
-    return max(found, key=lambda tiles: tiles.num_tiles(num_rows, outputs) * tiles.parts, default=None)
+    halves = Tiles(rows=128, outputs=128, depth=64, num_warps=8, num_stages=6, parts=2)
+    found = [halves] if num_rows > MAX_SPLIT_ROWS * 3 // 4 and depth >= MIN_LONG_INPUTS else []
+    found += [
+        Tiles(rows=64, outputs=width, depth=128, num_warps=4, num_stages=4, parts=parts)
+        for width, parts in (_SPLIT_ONE_HIGH if num_rows <= 64 else _SPLIT)  # noqa: PLR2004 - a tile's rows
+        if depth >= parts * _MIN_INPUTS
+    ]
+
+    def num_programs(tiles: Tiles) -> int:
+        return tiles.num_tiles(num_rows, outputs) * tiles.parts
+
+    # the fullest card; of equals the one that comes first
+    fitting = [tiles for tiles in found if num_programs(tiles) <= PROCESSORS]
+    return max(fitting, key=num_programs, default=None)
 
 
 def gated(num_rows: int, outputs: int, depth: int) -> Tiles | None:
     """Gives the tiles of a product and its gate, of so many outputs; None where cuBLAS is faster."""
     if num_rows < MIN_ROWS or depth < _MIN_INPUTS:
         return None
-    large = Tiles(rows=128, outputs=128, depth=64, num_warps=8, num_stages=4, max_programs=PROCESSORS)
     if num_rows <= MAX_SPLIT_ROWS:
         for tiles, places in _gated_in_one_go(num_rows):
             if tiles.num_tiles(num_rows, outputs) <= places * PROCESSORS:
                 return tiles
-        return large if num_rows > MAX_SPLIT_ROWS // 2 else None
-    turns = large.num_tiles(num_rows, outputs) / PROCESSORS
-    return large if num_rows >= MIN_LARGE_ROWS and turns / -(-turns // 1) >= FILLED else None
+        is_full = _LARGE.height(num_rows) * _LARGE.rows * FILLED < num_rows
+        return _LARGE if is_full and num_rows > MAX_SPLIT_ROWS // 2 else None
+    turns = _LARGE.num_tiles(num_rows, outputs) / PROCESSORS
+    return _LARGE if num_rows >= MIN_LARGE_ROWS and turns / -(-turns // 1) >= FILLED else None
 
 
 def _gated_in_one_go(num_rows: int) -> list[tuple[Tiles, int]]:
@@ -89,5 +112,5 @@ def _gated_in_one_go(num_rows: int) -> list[tuple[Tiles, int]]:
         return [(narrow, 1), (medium, 2)]  # the second half of the programs follows the first
     if num_rows <= MAX_SPLIT_ROWS // 2:
         tall = Tiles(rows=128, outputs=64, depth=64, num_warps=8, num_stages=3)
-        return [(medium, 1), (tall, 2)]
+        return [(medium, 1), (tall, 1), (_LARGE, 1), (tall, 2)]
     return [(Tiles(rows=64, outputs=64, depth=64, num_warps=4, num_stages=4), 2)]
