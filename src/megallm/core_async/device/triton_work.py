@@ -24,10 +24,10 @@ from megallm.core_async.device.triton_launch import chained, follow
 
 FIELDS = 8
 """Numbers of one part or tile."""
-FEW_ROWS = 128
-"""Up to so many rows are cut by one and the same kernel: a row a thread, which it has anyway."""
 KEYS = 64
 """Parts are of a multiple of so many keys, and begin at one."""
+SOME_ROWS = 256
+"""Rows that a program looks at together, a power of two: most steps have no more."""
 
 
 class RowParts(Struct, frozen=True, eq=False):
@@ -61,6 +61,7 @@ def row_parts(
     window: int | None,
     max_cuts: int,
     min_keys: int,
+    some_rows: int = SOME_ROWS,
 ) -> RowParts:
     """Cuts rows into parts of equal size, at least `min_keys`: at most `max_cuts` more parts than rows."""
     num_rows = len(kv_lengths)
@@ -68,7 +69,7 @@ def row_parts(
     num_parts, rows = kv_lengths.new_empty(1), kv_lengths.new_empty(num_rows, 4)
     launch(
         _cut_rows,
-        (1,),
+        (num_rows,),
         kv_lengths,
         table_rows,
         parts,
@@ -77,10 +78,10 @@ def row_parts(
         num_rows,
         max_cuts,
         min_keys,
-        ROWS=max(FEW_ROWS, triton.next_power_of_2(num_rows)),
         WINDOW=-1 if window is None else window,
         KEYS=KEYS,
-        num_warps=4,
+        SOME_ROWS=some_rows,
+        num_warps=1,  # sums over rows stay within a warp: each is one instruction
         **chained(kv_lengths),
     )
     return RowParts(parts=parts, num_parts=num_parts, rows=rows, is_cut=max_cuts > 0)
@@ -131,50 +132,59 @@ def _spans(lengths, KEYS: tl.constexpr, WINDOW: tl.constexpr):
     return first_seen, lengths - first_seen // KEYS * KEYS
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_cuts", "min_keys"])
+# (a step's columns lie one after the other, of any length)
+@triton.jit(
+    do_not_specialize=["num_rows", "max_cuts", "min_keys"],
+    do_not_specialize_on_alignment=["kv_lengths", "table_rows"],
+)
 def _cut_rows(
-    kv_lengths, table_rows, parts, num_parts, row_parts, num_rows, max_cuts, min_keys, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, KEYS: tl.constexpr, CHAINED: tl.constexpr,
+    kv_lengths, table_rows, parts, num_parts, row_parts, num_rows, max_cuts, min_keys, WINDOW: tl.constexpr,
+    KEYS: tl.constexpr, SOME_ROWS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    """Lists the parts of one row: where they come in the list, it works out from all rows by itself."""
     follow(CHAINED)
-    rows = tl.arange(0, ROWS)
-    is_row = rows < num_rows
-    lengths = tl.load(kv_lengths + rows, mask=is_row, other=0)
-    table_row = tl.load(table_rows + rows, mask=is_row, other=0)
-    first_seen, spans = _spans(lengths, KEYS, WINDOW)
-    first = lengths - spans
-    size = tl.max(spans, 0)
+    row = tl.program_id(0)
+    length, table_row = tl.load(kv_lengths + row), tl.load(table_rows + row)
+    first_seen, span = _spans(length, KEYS, WINDOW)
+    longest = 0
+    total = 0
+    for first in range(0, num_rows, SOME_ROWS):
+        some = first + tl.arange(0, SOME_ROWS)
+        _, spans = _spans(tl.load(kv_lengths + some, mask=some < num_rows, other=0), KEYS, WINDOW)
+        longest = tl.maximum(longest, tl.max(spans, 0))
+        total += tl.sum(spans, 0)
+    size = longest
     if max_cuts > 0:
-        size = tl.cdiv(tl.cdiv(tl.sum(spans, 0), max_cuts), KEYS) * KEYS
+        size = tl.cdiv(tl.cdiv(total, max_cuts), KEYS) * KEYS
     size = tl.maximum(size, min_keys)
-    whole = spans // size
-    rest = spans - whole * size
-    num_whole = tl.sum(whole, 0)
-    # a row's last part comes after those of other rows that are longer, and after equal ones before it
-    rank = rows * 0
-    for other in range(0, num_rows, 16):
-        others = other + tl.arange(0, 16)
-        other_lengths = tl.load(kv_lengths + others, mask=others < num_rows, other=0)
-        _, other_spans = _spans(other_lengths, KEYS, WINDOW)
-        other_rest = (other_spans % size)[None, :]
-        is_before = (other_rest > rest[:, None]) | (
-            (other_rest == rest[:, None]) & (others[None, :] < rows[:, None])
-        )
-        rank += tl.sum((is_before & (others < num_rows)[None, :]).to(tl.int32), 1)
-    whole_at, rest_at = tl.cumsum(whole, 0) - whole, num_whole + rank
-    has_rest = rest > 0
-    count = whole + has_rest.to(tl.int32)
-    tl.store(num_parts, num_whole + tl.sum(has_rest.to(tl.int32), 0))
-    at = row_parts + rows * 4
-    tl.store(at, count, mask=is_row)
-    tl.store(at + 1, tl.where(whole > 0, whole_at, rest_at), mask=is_row)
-    tl.store(at + 2, tl.where(has_rest, rest_at, whole_at + whole - 1), mask=is_row)
-    for part in range(tl.max(whole, 0)):
-        begin = first + part * size
-        _list_parts(
-            parts, whole_at + part, part < whole, table_row, rows, begin, begin + size, count, first_seen
-        )
-    _list_parts(parts, rest_at, has_rest, table_row, rows, first + whole * size, lengths, count, first_seen)
+    whole = span // size
+    rest = span - whole * size
+    whole_at = 0
+    rest_at = 0
+    num_listed = 0
+    for first in range(0, num_rows, SOME_ROWS):
+        some = first + tl.arange(0, SOME_ROWS)
+        _, spans = _spans(tl.load(kv_lengths + some, mask=some < num_rows, other=0), KEYS, WINDOW)
+        wholes = spans // size
+        rests = spans - wholes * size
+        is_before = some < row
+        whole_at += tl.sum(tl.where(is_before, wholes, 0), 0)
+        # after all whole parts, those of other rows that are longer, and equal ones of rows before
+        rest_at += tl.sum(wholes + (rests + is_before.to(tl.int32) > rest).to(tl.int32), 0)
+        num_listed += tl.sum(wholes + (rests > 0).to(tl.int32), 0)
+    if row == 0:
+        tl.store(num_parts, num_listed)
+    count = whole + (rest > 0).to(tl.int32)
+    at_row = row_parts + row * 4
+    tl.store(at_row, count)
+    tl.store(at_row + 1, tl.where(whole > 0, whole_at, rest_at))
+    tl.store(at_row + 2, tl.where(rest > 0, rest_at, whole_at + whole - 1))
+    for first in range(0, count, 32):
+        part = first + tl.arange(0, 32)
+        places = tl.where(part < whole, whole_at + part, rest_at)
+        begin = length - span + part * size
+        end = tl.minimum(begin + size, length)
+        _list_parts(parts, places, part < count, table_row, row, begin, end, count, first_seen)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
