@@ -53,3 +53,11 @@ def test_a_row_without_a_finite_best_fails_alone() -> None:
     assert QueuedStep(4, tensors, TIMES).result().failed == [(1, NOT_FINITE), (2, "grammar")]
     tensors = StepTensors(sampled=sampled(True, True), failed=[(0, "grammar")])
     assert QueuedStep(4, tensors, TIMES).result().failed == [(0, "grammar")]
+
+
+def test_best_tokens_of_a_captured_step_say_themselves_which_are_not_finite() -> None:
+    """The kernel writes one number a row; a complement is negative, as no token is."""
+    best = torch.tensor([5, ~0, 0, ~7], dtype=torch.int32)
+    result = QueuedStep(1, StepTensors(best=best), TIMES, is_captured=True).result()
+    assert list(unpack_ints(result.tokens)) == [5, 0, 0, 7]
+    assert result.failed == [(1, NOT_FINITE), (3, NOT_FINITE)]

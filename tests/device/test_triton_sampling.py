@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megallm.core_async.device.triton_sampling import look_up, take_best
+from megallm.core_async.device.triton_sampling import NUMBERS, TURNS, fetch, look_up, take_best
 
 pytestmark = pytest.mark.filterwarnings(
     # Triton's interpreter computes the lanes, too, whose result a mask leaves out
@@ -17,11 +17,31 @@ def test_best_is_the_first_of_equals_and_nan_is_not_finite() -> None:
     logits[1, 8000] = torch.nan
     logits[2, 5] = logits[2, 4500] = 99
     logits[3] = -torch.inf
-    newest = torch.zeros(9, dtype=torch.int64)
-    tokens, is_finite = take_best(logits, torch.tensor([3, 1, 0, 7], dtype=torch.int32), newest)
-    assert tokens.tolist() == logits.argmax(-1).tolist()
-    assert is_finite.tolist() == [True, False, True, False]
-    assert newest[[3, 1, 0, 7]].tolist() == tokens.tolist()
+    newest, rows = torch.zeros(9, dtype=torch.int64), torch.tensor([3, 1, 0, 7], dtype=torch.int32)
+    turns, told = torch.tensor([2, 2], dtype=torch.int32), torch.full((TURNS, 6), -99, dtype=torch.int32)
+    take_best(logits, rows, newest, turns, told)
+    best = logits.argmax(-1).tolist()
+    assert told[2].tolist() == [best[0], ~best[1], best[2], ~best[3], -99, -99]
+    assert told[[0, 1, 3]].unique().tolist() == [-99]
+    assert newest[[3, 1, 0, 7]].tolist() == best
+    assert turns.tolist() == [3, 2]
+
+
+def test_every_step_reads_and_writes_the_buffers_of_its_turn() -> None:
+    """The host fills one turn's buffer while the device is at another's; after the last comes the first."""
+    width = NUMBERS + 5
+    sent = torch.arange(TURNS * width, dtype=torch.int32).view(TURNS, width)
+    turns, told = torch.zeros(2, dtype=torch.int32), torch.zeros((TURNS, 1), dtype=torch.int32)
+    newest, row = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    for step in range(TURNS + 2):
+        columns = torch.zeros(width - 2, dtype=torch.int32)
+        fetch(sent, turns, columns)
+        assert columns.tolist() == sent[step % TURNS, : width - 2].tolist()
+        logits = torch.zeros(1, 50)
+        logits[0, step + 7] = 1
+        take_best(logits, row, newest, turns, told)
+        assert told[step % TURNS].tolist() == [step + 7]
+    assert told[:, 0].tolist() == [11, 12, 9, 10]
 
 
 def test_tokens_are_those_given_or_the_rows_newest() -> None:

@@ -1,6 +1,6 @@
-"""A step captured as a CUDA graph: its tensors, its columns' way to the device, and the capture itself.
+"""A step captured as a CUDA graph: its tensors, the way of its columns and tokens, and the capture itself.
 
-Knows graphs and pinned memory; does not know what a step computes.
+Knows graphs and pinned memory; does not know what a step computes. Import it only where it runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,7 @@ from torch import Tensor
 
 from megallm.core_async.device.rows import IntColumn, SamplingColumns
 from megallm.core_async.device.step_inputs import StepInputs
-
-STAGING = 4
-"""Buffers of the copy to the device: more than the plans in flight, so that none is waited for."""
+from megallm.core_async.device.triton_sampling import TURNS
 
 
 class StepOutputs(Struct, frozen=True, eq=False):
@@ -25,10 +23,6 @@ class StepOutputs(Struct, frozen=True, eq=False):
     inputs: StepInputs
     logits: Tensor
     """`[samples, vocab]`; the next replay of any graph may overwrite it."""
-    tokens: Tensor
-    """`[samples]`, int32: each sampling row's best token, which is its newest by now."""
-    is_finite: Tensor
-    """`[samples]`, bool."""
 
     def inputs_of(
         self, rows: IntColumn, positions: IntColumn, sampling: SamplingColumns, *, num_top: int
@@ -52,6 +46,17 @@ class CapturedStep(Struct, frozen=True, eq=False):
     outputs: StepOutputs
 
 
+class Replay(Struct, frozen=True, eq=False):
+    """A queued replay."""
+
+    outputs: StepOutputs
+    best: Tensor
+    """`[samples]`, int32, on the host, once the step has run and until `TURNS` more are queued: each sampling
+    row's best token, which is its newest by then; its complement where the token's logit is not finite."""
+    ended: torch.cuda.Event
+    """Once the step has run, and until as many more are queued."""
+
+
 def captured(step: Callable[[], StepOutputs], stream: torch.cuda.Stream, pool: Any) -> CapturedStep:
     """Runs a step once, so that kernels are loaded and libraries set up, and captures it on `stream`.
 
@@ -71,24 +76,43 @@ def captured(step: Callable[[], StepOutputs], stream: torch.cuda.Stream, pool: A
 
 
 class Staging:
-    """Columns on their way to one place on the device: pinned buffers in turn, one copy a step."""
+    """What goes to captured steps and comes back, through pinned memory that their kernels read and write.
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.columns = torch.zeros(size, dtype=torch.int32, device=device)
-        """What was copied last, from the start."""
-        self._buffers = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(STAGING)]
-        self._arrays = [buffer.numpy() for buffer in self._buffers]
-        self._copied = [torch.cuda.Event() for _ in range(STAGING)]
+    Copies before a graph and after it kept the device idle for 23 us a step, of 1.5 ms for a small model.
+    Buffers take turns, which the device counts as well: a replay reads and writes those of its turn.
+    """
+
+    def __init__(self, num_columns: int, num_rows: int, device: torch.device) -> None:
+        """`num_columns`: entries of all columns of a step together; `num_rows`: tokens that come back."""
+        self.columns = torch.zeros(num_columns, dtype=torch.int32, device=device)
+        """What a step fetched last, from the start."""
+        self.sent = torch.zeros((TURNS, num_columns), dtype=torch.int32, pin_memory=True)
+        self.best = torch.zeros((TURNS, num_rows), dtype=torch.int32, pin_memory=True)
+        """See `Replay.best`."""
+        self.turns = torch.zeros(2, dtype=torch.int32, device=device)
+        """The turn that comes next on the device, and the one that runs."""
+        self._arrays = list(self.sent.numpy())
+        self._ended = [torch.cuda.Event() for _ in range(TURNS)]
         self._turn = 0
 
-    def copy(self, columns: Sequence[IntColumn]) -> None:
-        """Queues the copy of several columns, one after the other."""
-        turn = self._turn = (self._turn + 1) % STAGING
-        self._copied[turn].synchronize()
-        count = sum(map(len, columns))
-        np.concatenate(columns, out=self._arrays[turn][:count])
-        self.columns[:count].copy_(self._buffers[turn][:count], non_blocking=True)
-        self._copied[turn].record()
+    def put(self, columns: Sequence[IntColumn]) -> None:
+        """Lays several columns out for the next replay, one after the other."""
+        self._ended[self._turn].synchronize()  # long ago: there are more turns than plans in flight
+        np.concatenate(columns, out=self._arrays[self._turn][: sum(map(len, columns))])
+
+    def replay(self, step: CapturedStep) -> Replay:
+        """Queues a step that fetches what was put last."""
+        turn = self._turn
+        step.graph.replay()
+        self._ended[turn].record()
+        self._turn = (turn + 1) % TURNS
+        return Replay(outputs=step.outputs, best=self.best[turn], ended=self._ended[turn])
+
+    def restart(self) -> None:
+        """Waits for the device, and lets it and the host begin at the first turn."""
+        torch.cuda.current_stream().synchronize()
+        self.turns.zero_()
+        self._turn = 0
 
 
 def padded(column: IntColumn, size: int, value: int) -> IntColumn:

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megallm.core_async.device.log_probs import LogProbs
+from megallm.core_async.device.rows import IntColumn
 from megallm.core_async.device.sampler import Sampled
 from megallm.core_async.messages import Floats, Ints, StepResult, TopLogProbs
 
@@ -14,9 +15,12 @@ NOT_FINITE = "its logits have no finite best value; look for NaN or infinity in 
 
 
 class StepTensors(Struct, frozen=True, eq=False):
-    """What a step gave, on the device; None where nothing was asked for."""
+    """What a step gave, on the device unless it says otherwise; None where nothing was asked for."""
 
     sampled: Sampled | None = None
+    best: Tensor | None = None
+    """Instead of `sampled`: `[rows]`, int32, in host memory that the step itself writes, a token each, or the
+    complement of one whose logit is not finite."""
     log_probs: LogProbs | None = None
     """Of the sampled tokens."""
     scores: LogProbs | None = None
@@ -37,14 +41,21 @@ class QueuedStep:
     """`protocols.PendingStep`: the copies to the host are queued behind the step's work."""
 
     def __init__(
-        self, step: int, tensors: StepTensors, times: StepTimes, *, is_captured: bool = False
+        self,
+        step: int,
+        tensors: StepTensors,
+        times: StepTimes,
+        *,
+        is_captured: bool = False,
+        arrived: torch.cuda.Event | None = None,
     ) -> None:
-        """`is_captured`: it was replayed from a captured graph."""
+        """`is_captured`: it was replayed from a captured graph. `arrived`: when `tensors.best` is there."""
         self._step = step
         self._is_captured = is_captured
         self._times = times
         self._failed = tensors.failed
         self._tokens = self._is_finite = None
+        self._best = tensors.best
         device: torch.device | None = None
         if tensors.sampled is not None:
             device = tensors.sampled.tokens.device
@@ -54,7 +65,7 @@ class QueuedStep:
         self._scores = None if tensors.scores is None else _logs_on_host(tensors.scores)
         if tensors.scores is not None:
             device = tensors.scores.chosen.device
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived = arrived
         if device is not None and device.type == "cuda":
             self._arrived = torch.cuda.Event()
             self._arrived.record()
@@ -67,12 +78,13 @@ class QueuedStep:
         """
         if self._arrived is not None:
             self._arrived.synchronize()
+        tokens, is_finite = self._sampled()
         return StepResult(
             step=self._step,
-            tokens=Ints(b"" if self._tokens is None else self._tokens.numpy().tobytes()),
+            tokens=Ints(tokens.tobytes()),
             log_probs=_chosen(self._log_probs),
             top=_top(self._log_probs),
-            failed=self._failed if self._is_finite is None else self._with_broken(self._is_finite.numpy()),
+            failed=self._with_broken(is_finite),
             scores=_chosen(self._scores),
             score_top=_top(self._scores),
             prepare_s=self._times.prepare_s,
@@ -80,6 +92,15 @@ class QueuedStep:
             sample_s=self._times.sample_s,
             is_captured=self._is_captured,
         )
+
+    def _sampled(self) -> tuple[IntColumn, NDArray[np.bool_]]:
+        """Gives the tokens that arrived, and which of them are finite; none where none were sampled."""
+        if self._best is not None:
+            told = self._best.numpy()
+            return np.maximum(told, ~told), told >= 0
+        if self._tokens is None or self._is_finite is None:
+            return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_)
+        return self._tokens.numpy(), self._is_finite.numpy()
 
     def _with_broken(self, is_finite: NDArray[np.bool_]) -> list[tuple[int, str]]:
         """Gives the rows that failed, with those whose logits are broken."""

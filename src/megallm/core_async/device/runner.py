@@ -26,7 +26,6 @@ from megallm.core_async.device.packed_step import num_words, packed, unpacked
 from megallm.core_async.device.pipeline import Pipeline
 from megallm.core_async.device.queued_step import QueuedStep, StepTensors, StepTimes
 from megallm.core_async.device.rows import Rows, column_of
-from megallm.core_async.device.sampler import Sampled
 from megallm.core_async.device.step_inputs import StepInputs, inputs_of
 from megallm.core_async.device.token_choice import TokenChoice
 from megallm.core_async.errors import UnsupportedModelError
@@ -34,7 +33,7 @@ from megallm.core_async.matchers import Matchers
 from megallm.core_async.messages import Ints, StepPlan
 
 if TYPE_CHECKING:
-    from megallm.core_async.device.captured import StepOutputs
+    from megallm.core_async.device.captured import Replay
     from megallm.core_async.device.step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
@@ -152,7 +151,7 @@ class TorchRunner:
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_sequence_length,
             row_sizes=rows,
-            token_sizes=token_sizes(config),
+            token_sizes=token_sizes(config, self._hook.shape.layer_weights),
             block_size=config.block_size,
             scratch_block=config.num_blocks,
             device=self._device,
@@ -191,9 +190,9 @@ class TorchRunner:
             self._hook.take_part()
             return QueuedStep(plan.step, StepTensors(), StepTimes(forward_s=time.perf_counter() - started))
         if self._graphs is not None:
-            outputs = self._graphs.replay(plan)
-            if outputs is not None:
-                return self._after_replay(plan, outputs, started)
+            replay = self._graphs.replay(plan)
+            if replay is not None:
+                return self._after_replay(plan, replay, started)
         inputs = inputs_of(
             plan, self._rows, block_size=self._config.block_size, device=self._device, rope=self._hook.rope
         )
@@ -249,7 +248,7 @@ class TorchRunner:
             return tensors
         return structs.replace(tensors, failed=self._choice.follow(tensors.sampled, inputs))
 
-    def _after_replay(self, plan: StepPlan, outputs: "StepOutputs", started: float) -> QueuedStep:
+    def _after_replay(self, plan: StepPlan, replay: "Replay", started: float) -> QueuedStep:
         """Queues what follows a graph: nothing, or the sampler where a row wants more than its best token."""
         forwarded = time.perf_counter()
         places = np.flatnonzero(np.frombuffer(plan.samples, dtype=np.uint8))
@@ -263,14 +262,13 @@ class TorchRunner:
             and not sampling.wants_log_probs.any()
             and not self._choice.has_rules(rows)
         ):
-            sampled = Sampled(tokens=outputs.tokens[:count], is_finite=outputs.is_finite[:count])
-            tensors = StepTensors(sampled=sampled)
+            tensors, arrived = StepTensors(best=replay.best[:count]), replay.ended
         else:
             positions = (column_of(plan.starts) + column_of(plan.lengths))[places]
-            inputs = outputs.inputs_of(rows, positions, sampling, num_top=self._rows.num_top_of(rows))
-            tensors = self._choice.choose(outputs.logits[:count], inputs)
+            inputs = replay.outputs.inputs_of(rows, positions, sampling, num_top=self._rows.num_top_of(rows))
+            tensors, arrived = self._choice.choose(replay.outputs.logits[:count], inputs), None
         times = StepTimes(forward_s=forwarded - started, sample_s=time.perf_counter() - forwarded)
-        return QueuedStep(plan.step, tensors, times, is_captured=True)
+        return QueuedStep(plan.step, tensors, times, is_captured=True, arrived=arrived)
 
     def _of_vocabulary(self, logits: Tensor) -> Tensor:
         """Leaves out the output layer's padding, which has logits and no tokens."""

@@ -1,29 +1,30 @@
 """Steps as CUDA graphs: of decode rows alone, by rows; and of rows and chunks mixed, by tokens.
 
 A launch replays the smallest graph that holds its step; places left over are a scratch row's, which has a
-block of its own. All that a replay needs from the host are columns of int32, in one copy: block tables and
-newest tokens stay on the device. Steps with more tokens than the largest graph run op by op: they take
-the device longer than the host. Knows the hook, the rows' tensors and the kernels at both ends of a step.
-Import it only where it runs, as the kernels.
+block of its own. All that a replay needs from the host are columns of int32, which it fetches itself; block
+tables and newest tokens stay on the device. Steps with more tokens than the largest graph run op by op: they
+take the device longer than the host. Knows the hook, the rows' tensors and the kernels at both ends of a
+step. Import it only where it runs, as the kernels.
 """
 
 import bisect
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megallm.core_async.device.attention import Attention, AttentionBatch
-from megallm.core_async.device.captured import CapturedStep, Staging, StepOutputs, captured, padded
+from megallm.core_async.device.captured import CapturedStep, Replay, Staging, StepOutputs, captured, padded
 from megallm.core_async.device.kv_cache import num_blocks_for
 from megallm.core_async.device.model import ModelHook
 from megallm.core_async.device.rows import IntColumn, Rows, column_of, ramps
 from megallm.core_async.device.step_inputs import StepInputs
 from megallm.core_async.device.triton_compile import compile_all
-from megallm.core_async.device.triton_sampling import look_up, take_best
+from megallm.core_async.device.triton_sampling import fetch, look_up, take_best
 from megallm.core_async.messages import StepPlan
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class StepGraphs:
         )
         self._row_sizes, self._token_sizes = row_sizes, token_sizes
         most = max(self._token_sizes, default=0)
-        self._staging = Staging(3 * most + 6 * self._max_rows + 1, device)
+        self._staging = Staging(3 * most + 6 * self._max_rows + 1, self._max_rows, device)
         self._query_starts = torch.arange(self._max_rows + 1, dtype=torch.int32, device=device)
         self._decodes: dict[int, CapturedStep] = {}
         self._mixed: dict[int, CapturedStep] = {}
@@ -85,6 +86,7 @@ class StepGraphs:
         for graphs, size, step in self._every_step():
             captured_step = graphs[size] = captured(step, stream, pool)
             pool = captured_step.graph.pool()
+        self._staging.restart()
         torch.cuda.current_stream().wait_stream(stream)
         log.info(
             "captured steps of up to %d decode rows in %d sizes, and of mixed tokens in %d, in %.1f s",
@@ -107,9 +109,11 @@ class StepGraphs:
         The largest come first: the memory of their inner tensors holds those of all others.
         """
         for size in reversed(self._token_sizes):
+            self._staging.restart()
             self._put_mixed(StepPlan.empty(), size)
             yield self._mixed, size, self._mixed_step_of(size)
         for size in reversed(self._row_sizes):
+            self._staging.restart()
             self._put_decodes(_NOTHING, _NOTHING, size)
             yield self._decodes, size, self._decode_step_of(size)
 
@@ -130,7 +134,7 @@ class StepGraphs:
         places_t, blocks_t = pinned.to(self._device, non_blocking=True)
         self._block_tables.view(-1).index_copy_(0, places_t.long(), blocks_t)
 
-    def replay(self, plan: StepPlan) -> StepOutputs | None:
+    def replay(self, plan: StepPlan) -> Replay | None:
         """Queues a plan's step; None where no graph holds it, and nothing is queued."""
         rows = column_of(plan.rows)
         if plan.targets:
@@ -147,18 +151,18 @@ class StepGraphs:
             size = self._token_sizes[place]
             self._put_mixed(plan, size)
             step = self._mixed[size]
-        step.graph.replay()
-        return step.outputs
+        return self._staging.replay(step)
 
     # ---- steps of decode rows ------------------------------------------------------------------
 
     def _put_decodes(self, rows: IntColumn, positions: IntColumn, size: int) -> None:
-        self._staging.copy([padded(rows, size, self._scratch_row), padded(positions, size, 0)])
+        self._staging.put([padded(rows, size, self._scratch_row), padded(positions, size, 0)])
 
     def _decode_step_of(self, size: int) -> Callable[[], StepOutputs]:
-        rows, positions = self._columns([size, size])
+        fetch_columns, (rows, positions) = self._columns([size, size])
 
         def step() -> StepOutputs:
+            fetch_columns()
             tokens = look_up(
                 rows, positions, self._rows.last_tokens, self._block_tables, block_size=self._block_size
             )
@@ -188,7 +192,7 @@ class StepGraphs:
         newest = np.full(decodes, _NEWEST, dtype=np.int32)
         chunk_lengths = ends.copy()
         chunk_lengths[:decodes] = 0
-        self._staging.copy(
+        self._staging.put(
             [
                 padded(np.concatenate((newest, column_of(plan.tokens))), size, 0),
                 padded(np.repeat(rows, lengths), size, self._scratch_row),
@@ -204,10 +208,12 @@ class StepGraphs:
 
     def _mixed_step_of(self, size: int) -> Callable[[], StepOutputs]:
         num_rows = min(size, self._max_rows)
-        known, token_rows, positions, *of_rows = self._columns([size] * 3 + [num_rows] * 5 + [num_rows + 1])
+        fetch_columns, columns = self._columns([size] * 3 + [num_rows] * 5 + [num_rows + 1])
+        known, token_rows, positions, *of_rows = columns
         table_rows, decode_lengths, chunk_lengths, logit_tokens, sampled_rows, query_starts = of_rows
 
         def step() -> StepOutputs:
+            fetch_columns()
             tokens = look_up(
                 token_rows,
                 positions,
@@ -232,8 +238,10 @@ class StepGraphs:
 
     # ---- both ----------------------------------------------------------------------------------
 
-    def _columns(self, sizes: Sequence[int]) -> Sequence[Tensor]:
-        return self._staging.columns[: sum(sizes)].split(list(sizes))
+    def _columns(self, sizes: Sequence[int]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        """Gives what fetches a step's columns, and the columns."""
+        staging, columns = self._staging, self._staging.columns[: sum(sizes)]
+        return partial(fetch, staging.sent, staging.turns, columns), columns.split(list(sizes))
 
     def _batch(
         self,
@@ -287,8 +295,9 @@ class StepGraphs:
         )
         self._attention.begin_step(batch)
         logits = self._hook.forward(inputs, _score_nothing)[:, : self._vocab_size]
-        tokens, is_finite = take_best(logits, sampled_rows, self._rows.last_tokens)
-        return StepOutputs(inputs=inputs, logits=logits, tokens=tokens, is_finite=is_finite)
+        staging = self._staging
+        take_best(logits, sampled_rows, self._rows.last_tokens, staging.turns, staging.best)
+        return StepOutputs(inputs=inputs, logits=logits)
 
 
 def _score_nothing(logits: Tensor, first: int) -> None:

@@ -22,6 +22,10 @@ CHUNK = 4096
 """Logits that one program looks at."""
 ROWS = 128
 """Tokens whose inputs one program prepares."""
+NUMBERS = 1024
+"""Numbers that one program fetches."""
+TURNS = 4
+"""Buffers on the host for each way: more than the plans in flight, so that none is waited for."""
 
 
 class TokenTensors(Struct, frozen=True, eq=False):
@@ -33,6 +37,26 @@ class TokenTensors(Struct, frozen=True, eq=False):
     """`[tokens]`, int64."""
     kv_lengths: Tensor
     """`[tokens]`, int32: how many tokens of its row each one sees, itself included."""
+
+
+def fetch(sent: Tensor, turns: Tensor, columns: Tensor) -> None:
+    """Fetches a step's columns from the host: those in the place of the device's turn, int32.
+
+    `sent` is `[TURNS, at least columns]`, pinned; `turns` is `[2]`, int32: the turn, and where it is put for
+    the kernels after this one.
+    """
+    launch(
+        _fetch,
+        (triton.cdiv(len(columns), NUMBERS),),
+        sent,
+        turns,
+        columns,
+        len(columns),
+        sent.stride(0),
+        NUMBERS=NUMBERS,
+        num_warps=4,
+        **chained(columns),
+    )
 
 
 def look_up(
@@ -76,17 +100,17 @@ def look_up(
     return TokenTensors(token_ids=token_ids, slots=slots, kv_lengths=kv_lengths)
 
 
-def take_best(logits: Tensor, rows: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Gives each row's best token, int32, and whether its logit is finite; puts it into `last_tokens[rows]`.
+def take_best(logits: Tensor, rows: Tensor, last_tokens: Tensor, turns: Tensor, told: Tensor) -> None:
+    """Puts each row's best token into `last_tokens[rows]`, and into `told` in the place of this step's turn.
 
-    Of equals the first is best; a row with NaN has no finite best. `logits` is `[rows, vocab]`.
+    Of equals the first is best; a row with NaN has no finite best, and tells the token's complement, -1 -
+    token. The turn that comes next is the one after this. `logits` is `[rows, vocab]`; `turns` is as in
+    `fetch`; `told` is `[TURNS, at least rows]`, int32, pinned.
     """
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     best = torch.empty((count, chunks), dtype=torch.float32, device=logits.device)
     places = torch.empty((count, chunks), dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(count, dtype=torch.int32, device=logits.device)
-    is_finite = torch.empty(count, dtype=torch.bool, device=logits.device)
     launch(
         _best_of_chunks,
         (chunks, count),
@@ -106,14 +130,27 @@ def take_best(logits: Tensor, rows: Tensor, last_tokens: Tensor) -> tuple[Tensor
         places,
         rows,
         last_tokens,
-        tokens,
-        is_finite,
+        turns,
+        told,
         chunks,
+        told.stride(0),
         PADDED=triton.next_power_of_2(chunks),
+        TURNS=TURNS,
         num_warps=1,
         **chained(logits),
     )
-    return tokens, is_finite
+
+
+@triton.jit(do_not_specialize=["count"])
+def _fetch(sent, turns, columns, count, sent_row, NUMBERS: tl.constexpr, CHAINED: tl.constexpr):
+    follow(CHAINED)
+    turn = tl.load(turns)
+    places = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
+    # volatile: the host wrote since a kernel last read there
+    numbers = tl.load(sent + turn * sent_row + places, mask=places < count, volatile=True)
+    tl.store(columns + places, numbers, mask=places < count)
+    if tl.program_id(0) == 0:
+        tl.store(turns + 1, turn)
 
 
 # (columns lie one after the other, of any length)
@@ -155,14 +192,18 @@ def _best_of_chunks(logits, best, places, logits_row, vocab, CHUNK: tl.constexpr
 
 @triton.jit
 def _best_of_rows(
-    best, places, rows, last_tokens, tokens, is_finite, chunks, PADDED: tl.constexpr, CHAINED: tl.constexpr
-):
+    best, places, rows, last_tokens, turns, told, chunks, told_row, PADDED: tl.constexpr,
+    TURNS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     follow(CHAINED)
     row = tl.program_id(0)
     some = tl.arange(0, PADDED)
     bests = tl.load(best + row * chunks + some, mask=some < chunks, other=-float("inf"))
     found, chunk = tl.max(bests, 0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.load(places + row * chunks + chunk)
-    tl.store(tokens + row, token)
-    tl.store(is_finite + row, (found > -float("inf")) & (found < float("inf")))
     tl.store(last_tokens + tl.load(rows + row).to(tl.int64), token.to(tl.int64))
+    turn = tl.load(turns + 1)
+    is_finite = (found > -float("inf")) & (found < float("inf"))
+    tl.store(told + turn * told_row + row, tl.where(is_finite, token, -1 - token))
+    if row == 0:
+        tl.store(turns, (turn + 1) % TURNS)
