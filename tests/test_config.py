@@ -178,15 +178,16 @@ def test_whatever_is_accepted_is_consistent(  # noqa: PLR0917 - Hypothesis passe
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, (None, 16, None, False)),
-        ({"num_cuda_graphs": -1}, (None, 16, None, False)),
-        ({"num_cuda_graphs": 0}, (0, 16, None, False)),
+        ({}, (None, None, None, False)),
+        ({"num_cuda_graphs": -1}, (None, None, None, False)),
+        ({"num_cuda_graphs": 0}, (0, None, None, False)),
         ({"num_cuda_graphs": 5, "cuda_graph_mixed_prefill_count": 3}, (5, 3, None, False)),
+        ({"cuda_graph_mixed_prefill_count": 17}, (None, 17, None, False)),
         ({"cuda_graph_mixed_prefill_count": None}, (None, 0, None, False)),
         ({"use_cuda_graphs_for_non_decode_steps": False}, (None, 0, None, False)),
-        ({"cuda_graph_max_tokens": 1024}, (None, 16, 1024, False)),
-        ({"cuda_graph_all_prefills": True, "max_tokens": 3000}, (None, 16, 3000, False)),
-        ({"cuda_graph_sizing_distribution": "linear"}, (None, 16, None, True)),
+        ({"cuda_graph_max_tokens": 1024}, (None, None, 1024, False)),
+        ({"cuda_graph_all_prefills": True, "max_tokens": 3000}, (None, None, 3000, False)),
+        ({"cuda_graph_sizing_distribution": "linear"}, (None, None, None, True)),
     ],
 )
 def test_graphs_are_what_the_fields_of_the_config_say(
@@ -220,4 +221,4 @@ def test_older_configs_without_the_fields_get_ours() -> None:
     }
     older: Any = SimpleNamespace(**kept)  # Any: of a class of its own
     config = EngineConfig.derive(older, model_limits())
-    assert (config.num_graphs, config.num_mixed_graphs, config.max_graph_tokens) == (None, 16, None)
+    assert (config.num_graphs, config.num_mixed_graphs, config.max_graph_tokens) == (None, None, None)

@@ -1,5 +1,7 @@
 """The dense layer as one function, against megatron's own layer."""
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -9,18 +11,21 @@ from torch import Tensor, nn
 from megallm.core_async.device.attention_sdpa import SdpaAttention
 from megallm.core_async.device.dense_layer import (
     Attend,
+    NextNorm,
     TorchOps,
     dense_layer,
     has_dense_options,
     head_norms_of,
 )
-from megallm.core_async.device.kv_cache import LayerCache
+from megallm.core_async.device.kv_cache import CacheShape, LayerCache, PagedCache
 from megallm.core_async.device.model import ModelHook
 from tests.device.conftest import built
-from tests.device.models import Megatron, cpu_is_current, plain_attention
+from tests.device.models import Megatron, cpu_is_current, plain_attention, plain_continuation, plain_logits
+from tests.device.test_model import continuation
 
 DENSE = ["grouped heads", "one kv head per head", "one kv head", "query and key norms, biases"]
 OTHERS = ["mixture of experts", "latent attention", "hybrid"]
+PROMPT = [3, 1, 4, 1, 5]
 
 
 def layer_of(name: str) -> Megatron:
@@ -41,6 +46,49 @@ def whole_sequence_attention(layer: Megatron) -> Attend:
         return core.forward(query.flatten(1, -2)[:, None], key[:, None], value[:, None])[:, 0]
 
     return attend
+
+
+class NormingOps(TorchOps):
+    """torch's arithmetic, which keeps whose norms were made, by their weights' places in memory."""
+
+    def __init__(self) -> None:
+        self.alone: list[int] = []
+        self.with_sums: list[int] = []
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Gives each row over its root mean square, times `weight`."""
+        self.alone.append(weight.data_ptr())
+        return super().rms_norm(rows, weight, epsilon)
+
+    def add_rms_norm(
+        self, rows: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        """Gives `rows + residual`, in the place of `rows`, and its norm."""
+        self.with_sums.append(weight.data_ptr())
+        return super().add_rms_norm(rows, residual, weight, epsilon)
+
+
+@contextmanager
+def bound(model: Megatron) -> Generator[tuple[NormingOps, Callable[[], Tensor]]]:
+    """Binds a model; gives its ops, and what gives the logits of a prompt and five greedy steps."""
+    hook, ops, backend = ModelHook(model), NormingOps(), SdpaAttention(4)
+    shapes = [
+        CacheShape(layer.num_kv_heads, layer.head_dim, layer.value_head_dim)
+        for layer in hook.shape.attention_layers
+    ]
+    caches = PagedCache(shapes, num_blocks=8, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    caches.allocate()
+    hook.bind(backend, caches.layers, ops, max_positions=32)
+    try:
+        yield ops, lambda: continuation(hook, backend, PROMPT)
+    finally:
+        hook.unbind()
+
+
+def plain_steps(model: Megatron) -> Tensor:
+    """Gives the same logits by plain forward passes."""
+    greedy = plain_continuation(model, PROMPT, 6)
+    return plain_logits(model, PROMPT + greedy[:-1])[len(PROMPT) - 1 :]
 
 
 def refuse(*args: object, **kwargs: object) -> tuple[Tensor, None]:
@@ -101,6 +149,127 @@ def test_head_norms_are_the_layers_own_and_none_where_it_has_none() -> None:
     assert found(norm, nn.RMSNorm(8)) is None
 
 
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_norm_made_with_the_sum_is_the_one_that_the_next_module_would_make(
+    name: str, *, is_last: bool
+) -> None:
+    """To the bit: of the next layer's first norm, and of the model's last."""
+    decoder, hidden, carried = built(name).decoder, hidden_of(7), NextNorm()
+    layer = decoder.layers[-1 if is_last else 1]
+    following = decoder.final_layernorm if is_last else decoder.layers[2]
+    norm = following if is_last else following.input_layernorm
+    attend = whole_sequence_attention(layer)
+    with torch.inference_mode(), plain_attention(built(name)):
+        alone, _ = dense_layer(layer, attend, TorchOps(), refuse, next_norm=carried)(hidden)
+        assert carried.take(alone) is None
+        forward = dense_layer(layer, attend, TorchOps(), refuse, following=following, next_norm=carried)
+        output, _ = forward(hidden)
+        assert carried.take(output.clone()) is None, "of another tensor"
+        output, _ = forward(hidden)
+        normed = carried.take(output)
+        assert normed is not None
+        assert output.equal(alone)
+        assert normed[:, None].equal(norm(output))
+    assert carried.take(output) is None, "it is taken once"
+
+
+def see_nothing(module: nn.Module, args: object) -> None:
+    """Hooks a module, and does nothing."""
+
+
+@pytest.mark.parametrize("watched", ["layers.2", "final_layernorm"])
+def test_no_norm_is_made_past_a_hook(watched: str) -> None:
+    """It may change the sum where it is, before the norm; it may come and go in the middle of a run."""
+    decoder, hidden, carried = built("grouped heads").decoder, hidden_of(3), NextNorm()
+    layer = decoder.layers[2]
+    with torch.inference_mode(), plain_attention(built("grouped heads")):
+        forward = dense_layer(
+            layer,
+            whole_sequence_attention(layer),
+            TorchOps(),
+            refuse,
+            following=decoder.final_layernorm,
+            next_norm=carried,
+        )
+        assert carried.take(forward(hidden)[0]) is not None
+        handle = decoder.get_submodule(watched).register_forward_pre_hook(see_nothing)
+        assert carried.take(forward(hidden)[0]) is None
+        handle.remove()
+        assert carried.take(forward(hidden)[0]) is not None
+
+
+@pytest.mark.parametrize("watched", ["decoder.layers.1", "decoder.layers.2", "decoder.final_layernorm"])
+def test_states_that_a_hook_changes_in_place_are_what_is_normed(watched: str) -> None:
+    """Steering adds to a layer's output, often where it is: a norm made before would be of something else."""
+    model = built("grouped heads")
+
+    def steer_output(module: nn.Module, args: object, out: tuple[Tensor, None]) -> None:
+        out[0][..., 0].add_(3)
+
+    def steer_input(module: nn.Module, args: tuple[Tensor]) -> None:
+        args[0][..., 0].add_(3)
+
+    module = model.get_submodule(watched)
+    handle = (
+        module.register_forward_pre_hook(steer_input)
+        if module is model.decoder.final_layernorm
+        else module.register_forward_hook(steer_output)
+    )
+    try:
+        with bound(model) as (_, steps):
+            logits = steps()
+        expected = plain_steps(model)
+    finally:
+        handle.remove()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(plain_steps(model), expected, atol=1e-2)
+
+
+def test_all_norms_but_a_steps_first_are_made_with_a_sum() -> None:
+    """The model's last as well; and all read their weights at each step, which a trainer changes."""
+    model = built("grouped heads")
+    layers, weight = model.decoder.layers, model.decoder.final_layernorm.weight
+    kept = weight.data.clone()
+    first, *inner = [norm for layer in layers for norm in (layer.input_layernorm, layer.pre_mlp_layernorm)]
+    with_sums = [*(norm.weight.data_ptr() for norm in inner), weight.data_ptr()]
+    with bound(model) as (ops, steps):
+        before = steps()
+        assert (ops.alone, ops.with_sums) == ([first.weight.data_ptr()] * 6, with_sums * 6)
+        try:
+            weight.data.copy_(kept.flip(0))
+            after, expected = steps(), plain_steps(model)
+        finally:
+            weight.data.copy_(kept)
+    torch.testing.assert_close(before, plain_steps(model), rtol=0, atol=1e-5)
+    torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(before, after, atol=1e-2)
+
+
+class DoubledNorm(nn.RMSNorm):
+    """Is no RMSNorm, whatever it inherits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gives twice the norm."""
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("last", [None, DoubledNorm(64, eps=1e-5), nn.RMSNorm(64), nn.LayerNorm(64)])
+def test_last_norm_that_is_not_known_is_left_to_itself(
+    monkeypatch: pytest.MonkeyPatch, last: nn.Module | None
+) -> None:
+    """A model may have none, or one of its own; torch chooses an epsilon by the dtype where none is named."""
+    model = built("grouped heads")
+    if last is not None:
+        last.eval().requires_grad_(False)
+    monkeypatch.setitem(model.decoder._modules, "final_layernorm", last)  # noqa: SLF001 - put back afterwards
+    with bound(model) as (ops, steps):
+        logits = steps()
+        assert (len(ops.alone), len(ops.with_sums)) == (6, 6 * 5)
+        assert last is None or "forward" not in vars(last)
+    torch.testing.assert_close(logits, plain_steps(model), rtol=1e-5, atol=1e-5)
+
+
 def test_hook_registered_later_on_any_module_inside_is_honoured() -> None:
     """Activation capture may begin in the middle of a run."""
     layer, hidden = layer_of("grouped heads"), hidden_of(3)
@@ -110,14 +279,11 @@ def test_hook_registered_later_on_any_module_inside_is_honoured() -> None:
         ran.append("megatron")
         return hidden_states, None
 
-    def capture(module: nn.Module, args: object) -> None:
-        """Captures nothing."""
-
     with torch.inference_mode(), plain_attention(built("grouped heads")):
         forward = dense_layer(layer, whole_sequence_attention(layer), TorchOps(), megatrons)
         forward(hidden, attention_mask=None)
         assert ran == []
-        handle = layer.mlp.linear_fc2.register_forward_pre_hook(capture)
+        handle = layer.mlp.linear_fc2.register_forward_pre_hook(see_nothing)
         forward(hidden, attention_mask=None)
         assert ran == ["megatron"]
         handle.remove()

@@ -4,9 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from megallm.core_async.device.attention import LayerShape
-from megallm.core_async.device.layer_shapes import self_attention_shape, sinks_of, window_of
+from megallm.core_async.device.layer_shapes import (
+    self_attention_shape,
+    sinks_of,
+    weights_of_layer,
+    window_of,
+)
 from megallm.core_async.errors import UnsupportedModelError
 from tests.device.conftest import built
 
@@ -71,3 +77,12 @@ def test_softcap_is_the_configs_where_it_has_one() -> None:
     for bound, expected in ((50.0, 50.0), (None, None), (0.0, None)):
         changed = SimpleNamespace(**vars(model.config), attn_logit_softcapping=bound)
         assert self_attention_shape(changed, attention, window=None, has_rope=False).softcap == expected
+
+
+def test_weights_of_a_layer_are_those_of_its_matrices_on_average() -> None:
+    """Vectors cost a token next to nothing; a stage of a pipeline may have no layers."""
+    model = built("query and key norms, biases")
+    # queries and two groups' keys and values; the projection; gate and up; down
+    assert weights_of_layer(model.decoder.layers) == 64 * (64 + 2 * 32) + 64 * 64 + 64 * 256 + 128 * 64
+    assert weights_of_layer([nn.Linear(4, 6), nn.Linear(4, 2)]) == 16
+    assert weights_of_layer([]) == 0

@@ -134,6 +134,7 @@ def test_shape_tells_layers_apart() -> None:
     assert [layer.window for layer in shape.attention_layers] == [5, None, 5]
     assert shape.attention_layers[0] == LayerShape(4, 2, 16, 16, 0.25, window=5, uses_rope=True)
     assert (shape.num_layers, shape.vocab_size, shape.max_positions) == (3, 96, None)
+    assert shape.layer_weights == 36_864
     assert [
         layer.uses_rope for layer in ModelHook(built("some layers do not turn")).shape.attention_layers
     ] == [

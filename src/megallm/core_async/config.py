@@ -97,11 +97,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Sizes of decode steps, and of mixed ones, that are captured as CUDA graphs at most; 0 is none, and
     every step runs op by op; None is as many as were measured to pay: `num_cuda_graphs`, whose -1 is None."""
     num_mixed_graphs: int | None = None
-    """The same for steps that are not of decode rows alone: `cuda_graph_mixed_prefill_count`, and 0 where
-    `use_cuda_graphs_for_non_decode_steps` is False."""
+    """The same for steps that are not of decode rows alone: `cuda_graph_mixed_prefill_count`, whose default,
+    16, counts as not set, and 0 where `use_cuda_graphs_for_non_decode_steps` is False."""
     max_graph_tokens: int | None = None
     """Tokens of the largest mixed step that is captured: `max_tokens` where `cuda_graph_all_prefills`, else
-    `cuda_graph_max_tokens`, whose default, 512, counts as not set: None is 4,096, as measured."""
+    `cuda_graph_max_tokens`, whose default, 512, counts as not set: None is as many as pay with the model's
+    layers, at least 4,096 (see device/graph_sizes.py)."""
     spaces_graphs_evenly: bool = False
     """Sizes are at even distances where `num_graphs` bounds them, not each half of the next:
     `cuda_graph_sizing_distribution`."""
@@ -278,7 +279,9 @@ def _graph_limits(settings: InferenceSettings, max_tokens: int) -> _GraphLimits:
     takes_all = getattr(settings, "cuda_graph_all_prefills", False)
     return {
         "num_graphs": None if num_graphs == -1 else num_graphs,
-        "num_mixed_graphs": _at_least("cuda_graph_mixed_prefill_count", num_mixed or 0, 0),
+        "num_mixed_graphs": None
+        if num_mixed == _MIXED_GRAPHS
+        else _at_least("cuda_graph_mixed_prefill_count", num_mixed or 0, 0),
         "max_graph_tokens": max_tokens
         if takes_all
         else None

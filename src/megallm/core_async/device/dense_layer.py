@@ -113,7 +113,7 @@ class TorchOps:
 
 
 class NextNorm:
-    """A layer's normed input, made by the layer before it together with the sum that is normed.
+    """What a layer or the model's last norm norms first, normed: by the layer before it, with the sum itself.
 
     One for all layers of a model. Holds at most one pair; nobody else sees it.
     """
@@ -123,11 +123,11 @@ class NextNorm:
         self._normed: Tensor | None = None
 
     def put(self, hidden: Tensor, normed: Tensor) -> None:
-        """Keeps the norm of what a layer is about to return."""
+        """Keeps the norm, `[tokens, width]`, of what a layer is about to return, `[tokens, 1, width]`."""
         self._hidden, self._normed = hidden, normed
 
     def take(self, hidden: Tensor) -> Tensor | None:
-        """Gives the norm of that very tensor; None where something came between the layers."""
+        """Gives the norm of that very tensor; None where something came between."""
         normed = self._normed if self._hidden is hidden else None
         self._hidden = self._normed = None
         return normed
@@ -147,14 +147,16 @@ def dense_layer(
     """Gives a layer's forward over `[tokens, 1, hidden]`, as a step needs it.
 
     `megatrons` is the layer's own forward: it runs where somebody hooked a module inside the layer.
-    `following` is the layer after it, if it is such a layer too: its first norm is then made here, with the
-    sum that it is of, and goes through `next_norm`. `attend_norms_heads`: `attend` takes queries and keys as
+    `following` takes the layer's output, if it is such a layer too or the model's last norm: its first norm
+    is then made here, with the sum that it is of, and goes through `next_norm`; but not past a hook of either
+    module, which may change the sum where it is. `attend_norms_heads`: `attend` takes queries and keys as
     the projection gives them, and norms them itself. `wanted` gives the tokens that the layer's output is to
     have, where it is not to have all.
     """
     carried = NextNorm() if next_norm is None else next_norm
     attention, mlp = layer.self_attention, layer.mlp
     hooks = hooks_of(module for module in layer.modules() if module is not layer)
+    hooks_between = [] if following is None else hooks_of((layer, following))
     attention_ranks, mlp_ranks = _sharers(attention.linear_proj), _sharers(mlp.linear_fc2)
     num_groups: int = attention.num_query_groups_per_partition
     head_dim: int = attention.hidden_size_per_attention_head
@@ -181,10 +183,10 @@ def dense_layer(
             ops, hidden, attended, attention.linear_proj, layer.pre_mlp_layernorm, attention_ranks
         )
         gated = ops.gated_linear(normed, mlp.linear_fc1.weight, mlp.linear_fc1.bias)
-        if following is None:
+        if following is None or any(hooks_between):
             return _add_linear(ops, hidden, gated, mlp.linear_fc2, mlp_ranks)[:, None], None
         output, normed = _add_linear_norm(
-            ops, hidden, gated, mlp.linear_fc2, following.input_layernorm, mlp_ranks, may_overwrite=True
+            ops, hidden, gated, mlp.linear_fc2, _first_norm(following), mlp_ranks, may_overwrite=True
         )
         output = output[:, None]
         carried.put(output, normed)
@@ -224,6 +226,10 @@ def _head_norms(attention: MegatronModule) -> tuple[nn.RMSNorm | None, nn.RMSNor
 
 def _norm_or_none(norm: MegatronModule) -> nn.RMSNorm | None:
     return norm if isinstance(norm, nn.RMSNorm) else None
+
+
+def _first_norm(following: MegatronModule) -> nn.RMSNorm:
+    return following if isinstance(following, nn.RMSNorm) else following.input_layernorm
 
 
 def _norm(ops: LayerOps, norm: MegatronModule, rows: Tensor) -> Tensor:

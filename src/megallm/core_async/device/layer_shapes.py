@@ -4,11 +4,12 @@ Reads the layer and its config by attribute; imports no megatron.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from msgspec import Struct
-from torch import Tensor
+from torch import Tensor, nn
 
 from megallm.core_async.device.attention import LayerShape
 from megallm.core_async.device.model_options import SUPPORTED
@@ -23,11 +24,24 @@ class ModelShape(Struct, frozen=True):
     attention_layers: list[LayerShape]
     """In the order of the forward pass; layers without attention have no entry."""
     num_layers: int
+    layer_weights: int
+    """Weights in the matrices of a layer, this rank's part of them, on average; 0 without layers."""
     vocab_size: int
     max_positions: int | None
     """How many positions the model has learned; None where positions have no end."""
     dtype: torch.dtype
     device: torch.device
+
+
+def weights_of_layer(layers: Sequence[nn.Module]) -> int:
+    """Gives how many weights a layer's matrices have on average; vectors and experts' stacks don't count."""
+    weights = sum(
+        parameter.numel()
+        for layer in layers
+        for parameter in layer.parameters()
+        if parameter.dim() == 2  # noqa: PLR2004 - a matrix
+    )
+    return weights // max(len(layers), 1)
 
 
 def self_attention_shape(

@@ -30,7 +30,7 @@ from megallm.core_async.device.dense_layer import LayerOps, NextNorm, dense_laye
 from megallm.core_async.device.expert_layers import ExpertLayers
 from megallm.core_async.device.forwards import plain_linear, router_gate
 from megallm.core_async.device.kv_cache import LayerCache
-from megallm.core_async.device.layer_shapes import ModelShape, sinks_of
+from megallm.core_async.device.layer_shapes import ModelShape, sinks_of, weights_of_layer
 from megallm.core_async.device.model_options import device_of, refuse_options, unwrapped
 from megallm.core_async.device.rank_group import gathered_logits
 from megallm.core_async.device.rope import RopeTable, table_of
@@ -79,6 +79,7 @@ class ModelHook:
         self.shape = ModelShape(
             attention_layers=[site.shape for site in self._sites],
             num_layers=len(self._model.decoder.layers),
+            layer_weights=weights_of_layer(self._model.decoder.layers),
             vocab_size=self._model.vocab_size,
             max_positions=None if learned is None else learned.num_embeddings,
             dtype=self._model.config.params_dtype,
@@ -124,7 +125,7 @@ class ModelHook:
             next_norm = NextNorm()
             for site, cache in zip(self._sites, caches, strict=True):
                 self._bind_attention(attention, site, cache, ops, next_norm)
-            self._bind_last_norm(ops)
+            self._bind_last_norm(ops, next_norm)
             if self._output_layer is not None:
                 handle = self._output_layer.register_forward_pre_hook(
                     self._only_rows_with_logits, with_kwargs=True
@@ -226,7 +227,7 @@ class ModelHook:
                 partial(attention.attend, structs.replace(paged, norms=norms)),
                 ops,
                 site.layer.forward,
-                following=self._dense_after(site.layer),
+                following=self._following(site.layer),
                 next_norm=next_norm,
                 wanted=self._take_wanted if site.layer is self._model.decoder.layers[-1] else None,
                 attend_norms_heads=norms is not None,
@@ -243,23 +244,30 @@ class ModelHook:
         step.has_only_wanted = wanted is not None
         return wanted
 
-    def _bind_last_norm(self, ops: LayerOps) -> None:
-        """Norms the last layer's output as the layers do theirs."""
-        last: MegatronModule = getattr(self._model.decoder, "final_layernorm", None)
-        if not self.is_dense or type(last) is not nn.RMSNorm or last.eps is None:
+    def _bind_last_norm(self, ops: LayerOps, next_norm: NextNorm) -> None:
+        """Takes the last layer's output normed where that has been done, else norms it as the layers do."""
+        last = self._last_norm()
+        if last is None:
             return
-        epsilon = last.eps
 
         def forward(rows: Tensor) -> Tensor:
-            return ops.rms_norm(rows, last.weight, epsilon)
+            normed = next_norm.take(rows)
+            return ops.rms_norm(rows, last.weight, last.eps) if normed is None else normed[:, None]
 
         self._swap(last, "forward", forward)
 
-    def _dense_after(self, layer: MegatronModule) -> MegatronModule | None:
-        """Gives the layer after one, where that is dense too."""
+    def _last_norm(self) -> MegatronModule | None:
+        """Gives the norm after the last layer, where it is one of the layers' kind."""
+        last: MegatronModule = getattr(self._model.decoder, "final_layernorm", None)
+        return last if self.is_dense and type(last) is nn.RMSNorm and last.eps is not None else None
+
+    def _following(self, layer: MegatronModule) -> MegatronModule | None:
+        """Gives what comes after a layer, where that is a dense layer or the known last norm."""
         layers = list(self._model.decoder.layers)
         following = layers[layers.index(layer) + 1 :][:1]
-        return following[0] if following and is_dense_layer(following[0]) else None
+        if not following:
+            return self._last_norm()
+        return following[0] if is_dense_layer(following[0]) else None
 
     def _bind_rotary(self, max_positions: int) -> None:
         """Gives every rotary module one row per token; or None, where the backend turns instead."""
