@@ -60,7 +60,7 @@ def decode_us(lengths: Sequence[int], shape: LayerShape, *, block_size: int) -> 
     """Gives the microseconds of decode attention for rows of such lengths, one query each."""
     some = ScatteredRows.draw(lengths, shape, block_size)
     query, out = some.queries(len(lengths))
-    tuning = tuning_for(len(lengths), shape.num_kv_heads, shape.head_dim, query.dtype)
+    tuning = tuning_for(len(lengths), shape.num_kv_heads, query.shape[2], shape.head_dim, query.dtype)
     parts = row_parts(
         some.lengths, some.rows, window=None, max_cuts=tuning.max_cuts, min_keys=tuning.min_keys
     )

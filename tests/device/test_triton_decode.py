@@ -47,15 +47,15 @@ def test_half_precision_is_as_near_as_its_digits() -> None:
 
 def test_few_rows_are_cut_and_many_are_not() -> None:
     """One long row must keep the whole card busy; a full batch needs no second kernel."""
-    assert tuning_for(256, 8, 128, torch.bfloat16).max_cuts == 0
-    assert tuning_for(32, 8, 128, torch.bfloat16).max_cuts == 0
-    assert tuning_for(1, 8, 128, torch.bfloat16).max_cuts >= 16
-    assert tuning_for(40, 8, 128, torch.bfloat16).max_cuts > 0
+    assert tuning_for(256, 8, 4, 128, torch.bfloat16).max_cuts == 0
+    assert tuning_for(32, 8, 4, 128, torch.bfloat16).max_cuts == 0
+    assert tuning_for(1, 8, 4, 128, torch.bfloat16).max_cuts >= 16
+    assert tuning_for(40, 8, 4, 128, torch.bfloat16).max_cuts > 0
 
 
 def test_wide_heads_take_fewer_keys_at_a_time() -> None:
     """Tiles of keys have to fit the card's shared memory several times over."""
-    wide, narrow = (tuning_for(8, 8, width, torch.bfloat16) for width in (256, 128))
+    wide, narrow = (tuning_for(8, 8, 4, width, torch.bfloat16) for width in (256, 128))
     assert wide.tokens * wide.num_stages < narrow.tokens * narrow.num_stages
 
 

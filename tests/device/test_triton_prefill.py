@@ -22,9 +22,9 @@ SHAPES = {
     "four kv heads, sinks": LayerShape(8, 4, 16, 16, 0.3, has_sinks=True),
 }
 TUNINGS = {
-    "default": PrefillTuning(lines=64, tokens=64, num_warps=4, num_stages=3),
-    "few keys at a time": PrefillTuning(lines=64, tokens=32, num_warps=4, num_stages=3),
-    "few queries at a time": PrefillTuning(lines=32, tokens=16, num_warps=4, num_stages=3),
+    "default": PrefillTuning(lines=64, tokens=64, few_tokens=32, num_warps=4, num_stages=3),
+    "few keys at a time": PrefillTuning(lines=64, tokens=32, few_tokens=32, num_warps=4, num_stages=3),
+    "few queries at a time": PrefillTuning(lines=32, tokens=16, few_tokens=16, num_warps=4, num_stages=3),
 }
 
 

@@ -77,6 +77,7 @@ class TritonAttention:
             tuning = triton_decode.tuning_for(
                 rows,
                 shape.num_kv_heads,
+                shape.num_heads // shape.num_kv_heads,
                 shape.head_dim,
                 dtype,
                 is_mixed=batch.chunk_lengths is not None,

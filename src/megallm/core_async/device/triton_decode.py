@@ -51,27 +51,32 @@ class DecodeTuning(Struct, frozen=True):
 
 
 def tuning_for(
-    num_rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, is_mixed: bool = False
+    num_rows: int, kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, *, is_mixed: bool = False
 ) -> DecodeTuning:
     """Gives what was fastest on an H200. `is_mixed`: rows may have no keys, any number of them."""
     is_wide = head_dim * dtype.itemsize > 256  # noqa: PLR2004 - bytes of a key that fit several times over
     units = num_rows * kv_heads
     enough = triton.cdiv(2 * CORES, kv_heads)
     # rows that fill half of the card's places are left whole; of fewer the longest are cut
-    if units <= 2 * CORES * 15 // 16:
+    is_short = units <= 2 * CORES * 15 // 16
+    if is_short:
         max_cuts = enough if num_rows > 1 else triton.cdiv(CORES, kv_heads)
     else:
         max_cuts = triton.cdiv(3 * CORES, kv_heads) if 2 * CORES < units <= 3 * CORES else 0
     if is_mixed:
         max_cuts = max(max_cuts, enough)
-    # two programs a multiprocessor, where three would leave the last ones to run alone
+    # many small programs a multiprocessor, where three would leave the last ones to run alone, and where
+    # two have little to compute
     is_uneven = 3 * CORES < units <= 4 * CORES
+    is_even = not is_short and units <= 2 * CORES and group <= 2  # noqa: PLR2004 - query heads of a key
+    if (is_uneven or is_even) and not is_wide:
+        return DecodeTuning(max_cuts=max_cuts, min_keys=64, tokens=32, num_warps=2, num_stages=4)
     return DecodeTuning(
         max_cuts=max_cuts,
         min_keys=64,
         tokens=32 if is_wide else 64,
         num_warps=4,
-        num_stages=2 if is_wide else 4 if is_uneven or num_rows == 1 else 3,
+        num_stages=2 if is_wide else 4 if is_short else 3,
     )
 
 
@@ -91,7 +96,7 @@ def decode_attention(
     shape, keys, values = layer.shape, layer.cache.keys, layer.cache.values
     num_rows, kv_heads, group, head_dim = query.shape
     value_dim = shape.value_head_dim
-    tuned = tuning_for(num_rows, kv_heads, head_dim, keys.dtype) if tuning is None else tuning
+    tuned = tuning_for(num_rows, kv_heads, group, head_dim, keys.dtype) if tuning is None else tuning
     is_tiled = tuned.tokens <= KEYS and keys.shape[1] % tuned.tokens == 0
     sums = sizes = out
     if parts.is_cut:

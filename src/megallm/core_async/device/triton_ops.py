@@ -18,12 +18,17 @@ from megallm.core_async.device.triton_linear import Tiling, add_rms_norm_of_part
 from megallm.core_async.device.triton_tiles import can_store, can_tile, tiled_product
 
 MAX_FEW_ROWS = 32
-"""Rows up to which the weights stream past all of them at once: in tiles they took 2 to 10 % longer."""
+"""Rows up to which the weights stream past all of them at once: in tiles most took 2 to 10 % longer."""
 _SMALL = 2048
-"""Outputs below which a product alone can't fill the card, and its inputs are split."""
+"""Outputs below which a product of one row can't fill the card alone, and its inputs are split."""
 _PROGRAMS = 128
 """Programs that fill the card with bands of 64 outputs."""
-_MAX_PARTS = 8
+_ENOUGH = 64
+"""Programs with which a product of few rows gains on cuBLAS."""
+_MAX_PARTS = 4
+"""More cost more than they give."""
+_LARGE = 32 * _SMALL
+"""Outputs of an output layer, and of nothing else."""
 
 
 class TritonOps:
@@ -121,19 +126,21 @@ def _is_few(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _whole(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tiling | None:
-    """Gives the tiling of a product whose programs each see all inputs; None where cuBLAS is faster."""
+    """Gives the tiling of a product whose programs each see all inputs; None where there is no gain."""
     if not _is_few(rows, weight, bias):
         return None
     outputs, depth = weight.shape
-    count = rows.numel() // depth
-    if count == 1:
-        is_wide = outputs > 32 * _SMALL  # an output layer
+    if rows.numel() == depth:
         return Tiling(
-            outputs=8, depth=256 if is_wide else 512, parts=1, num_warps=4, num_stages=3 if is_wide else 2
+            outputs=8,
+            depth=256 if outputs > _LARGE else 512,
+            parts=1,
+            num_warps=4,
+            num_stages=3 if outputs > _LARGE else 2,
         )
-    if outputs > 32 * _SMALL:
-        return Tiling(outputs=64, depth=128, parts=1, num_warps=4, num_stages=4)
-    return None
+    if outputs < _ENOUGH * 64:
+        return None
+    return Tiling(outputs=64, depth=128, parts=1, num_warps=4, num_stages=4 if outputs > _LARGE else 5)
 
 
 def _gated(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tiling | None:
@@ -146,9 +153,11 @@ def _gated(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tiling | None:
         return Tiling(
             outputs=4 if is_small else 8, depth=1024 if is_small else 512, parts=1, num_warps=4, num_stages=2
         )
-    if outputs < _PROGRAMS * 64:
+    if outputs >= _PROGRAMS * 64:
+        return Tiling(outputs=64, depth=64, parts=1, num_warps=4, num_stages=6)
+    if count <= MAX_FEW_ROWS // 2:
         return Tiling(outputs=32, depth=128, parts=1, num_warps=4, num_stages=5)
-    return Tiling(outputs=64, depth=64, parts=1, num_warps=4, num_stages=6)
+    return Tiling(outputs=64, depth=128, parts=1, num_warps=4, num_stages=5)
 
 
 def _split(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tiling | None:
@@ -156,11 +165,11 @@ def _split(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tiling | None:
     if not _is_few(rows, weight, bias):
         return None
     outputs, depth = weight.shape
-    if rows.numel() // depth == 1:
+    if rows.numel() == depth:
         if outputs >= _SMALL:
             return None
         return Tiling(outputs=4, depth=512, parts=4 if depth <= _SMALL else 2, num_warps=4, num_stages=2)
-    parts = max(1, min(_MAX_PARTS, _PROGRAMS * 64 // outputs))
-    if parts == 1:
+    parts = _PROGRAMS * 64 // outputs
+    if parts <= 1:
         return None
-    return Tiling(outputs=64, depth=128, parts=parts, num_warps=4, num_stages=4)
+    return Tiling(outputs=64, depth=128, parts=min(parts, _MAX_PARTS), num_warps=4, num_stages=5)

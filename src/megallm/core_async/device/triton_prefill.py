@@ -27,6 +27,8 @@ from megallm.core_async.device.triton_work import FIELDS, QueryTiles
 LOG2_E = 1.4426950408889634
 LINES = 64
 """Query heads of one kv head that a program takes: so many queries, each with all its heads."""
+FEW_KEYS = 512
+"""Up to so many keys a program takes `few_tokens` at a time: it reads fewer that no query sees."""
 
 
 class PrefillTuning(Struct, frozen=True):
@@ -36,6 +38,8 @@ class PrefillTuning(Struct, frozen=True):
     """Query heads of one kv head that a program takes."""
     tokens: int
     """Keys that a program takes at a time."""
+    few_tokens: int
+    """The same where it has few keys."""
     num_warps: int
     num_stages: int
 
@@ -46,6 +50,7 @@ def tuning_for(shape: LayerShape, dtype: torch.dtype) -> PrefillTuning:
     return PrefillTuning(
         lines=LINES,
         tokens=32 if is_wide else 64,
+        few_tokens=32,
         num_warps=4,
         num_stages=1 if dtype is torch.float32 else 2 if is_wide else 3,
     )
@@ -95,6 +100,8 @@ def prefill_attention(
         GROUP=group,
         LINES=lines,
         TOKENS=tuned.tokens,
+        FEW_TOKENS=tuned.few_tokens,
+        FEW_KEYS=FEW_KEYS,
         IS_TILED=keys.shape[1] % tuned.tokens == 0,
         PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
         FIELDS=FIELDS,
@@ -110,9 +117,9 @@ def _attend_tiles(
     query, keys, values, block_tables, tiles, sinks, out, scale, query_row, query_kv_head, query_head,
     key_block, key_slot, key_head, value_block, value_slot, value_head, table_row, GROUP: tl.constexpr,
     LINES: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, IS_TILED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    FIELDS: tl.constexpr, CHAINED: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, FEW_TOKENS: tl.constexpr,
+    FEW_KEYS: tl.constexpr, IS_TILED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     # the list and the tables are older than the kernel ahead: they are read while that still runs
@@ -120,11 +127,9 @@ def _attend_tiles(
     tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * FIELDS
     first_token, num_queries, first_position = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     table = block_tables + tl.load(tile).to(tl.int64) * table_row
-    # keys that every query of the tile sees need no mask; where there is a window, none are
-    begin, unmasked_end = 0, (first_position + 1) // TOKENS * TOKENS
+    begin = 0
     if WINDOW >= 0:
         begin = tl.maximum(first_position - WINDOW, 0) // TOKENS * TOKENS
-        unmasked_end = begin
     is_tile = num_queries > 0
     block = tl.load(table + begin // BLOCK, mask=is_tile, other=0).to(tl.int64)
     follow(CHAINED)
@@ -140,17 +145,17 @@ def _attend_tiles(
     best = tl.full((LINES,), -1.0e20, tl.float32)
     total = tl.zeros((LINES,), tl.float32)
     mixed = tl.zeros((LINES, VALUE_WIDTH), tl.float32)
-    for first in range(begin, unmasked_end, TOKENS):
-        best, total, mixed, block = _with_keys(
-            queries, positions, block, first, end, best, total, mixed, head_keys, head_values, table, scale,
-            key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK,
-            TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION, False,
+    if FEW_TOKENS < TOKENS and end - begin <= FEW_KEYS:
+        best, total, mixed = _with_all_keys(
+            queries, positions, block, first_position, begin, end, best, total, mixed, head_keys, head_values,
+            table, scale, key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM,
+            VALUE_WIDTH, BLOCK, FEW_TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION,
         )  # fmt: skip
-    for first in range(unmasked_end, end, TOKENS):
-        best, total, mixed, block = _with_keys(
-            queries, positions, block, first, end, best, total, mixed, head_keys, head_values, table, scale,
-            key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK,
-            TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION, True,
+    else:
+        best, total, mixed = _with_all_keys(
+            queries, positions, block, first_position, begin, end, best, total, mixed, head_keys, head_values,
+            table, scale, key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM,
+            VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION,
         )  # fmt: skip
     _store(
         out, sinks, best, total, mixed, first_token, num_queries, kv_head, tl.num_programs(1), GROUP, LINES,
@@ -169,6 +174,31 @@ def _queries_of(
     at = tokens * query_row + kv_head * query_kv_head + (lines % GROUP) * query_head
     is_query = (lines // GROUP < num_queries)[:, None] & (dims < DIM)[None, :]
     return tl.load(query + at[:, None] + dims[None, :], mask=is_query, other=0.0)
+
+
+@triton.jit
+def _with_all_keys(
+    queries, positions, block, first_position, begin, end, best, total, mixed, keys, values, table, scale,
+    key_block, key_slot, value_block, value_slot, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    IS_TILED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gives the sums with all keys from `begin` on, whose block is `block`."""
+    # keys that every query of the tile sees need no mask; where there is a window, none are
+    unmasked_end = begin if WINDOW >= 0 else (first_position + 1) // TOKENS * TOKENS
+    for first in range(begin, unmasked_end, TOKENS):
+        best, total, mixed, block = _with_keys(
+            queries, positions, block, first, end, best, total, mixed, keys, values, table, scale, key_block,
+            key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS,
+            IS_TILED, WINDOW, SOFTCAP, PRECISION, False,
+        )  # fmt: skip
+    for first in range(unmasked_end, end, TOKENS):
+        best, total, mixed, block = _with_keys(
+            queries, positions, block, first, end, best, total, mixed, keys, values, table, scale, key_block,
+            key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS,
+            IS_TILED, WINDOW, SOFTCAP, PRECISION, True,
+        )  # fmt: skip
+    return best, total, mixed
 
 
 @triton.jit
