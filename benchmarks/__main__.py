@@ -22,6 +22,7 @@ SUITES: Final = {
     "offline": "tokens per second of whole batches, beside transformers on the same weights",
     "offline_vllm": "vLLM on the same cases, in a process of its own",
     "online": "the HTTP server under load: tokens per second, and what a request waits for",
+    "online_vllm": "vLLM's server under the same load, in a process of its own",
     "prefix": "many questions behind one long system prompt, without and with prefix caching",
     "simulate": "a service of many replicas on a virtual clock, its schedulers and router the real ones",
     "sleep": "memory given back by suspend and left behind by cycles and requests, on a GPU",

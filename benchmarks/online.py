@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> Report:
     for row in results:
         row.update(engine="megallm", shape=options.model, vocab=options.vocab, replicas=options.replicas)
     notes = [f"ready {ready_s:.1f} s after the model was made"]
-    return Report("online", [_table(results, options.model)], results, notes)
+    return Report("online", [table(results, options.model)], results, notes)
 
 
 def load(port: int, cases: list[LoadCase], vocab_size: int) -> list[dict[str, object]]:
@@ -100,7 +100,8 @@ def _rounded(figures: dict[str, object]) -> dict[str, object]:
     return rounded
 
 
-def _table(results: list[dict[str, object]], shape: str) -> Table:
+def table(results: list[dict[str, object]], shape: str) -> Table:
+    """Gives cases' figures as people read them."""
     columns = (
         "case",
         "requests_s",
