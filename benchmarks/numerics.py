@@ -3,7 +3,9 @@
 Every prompt is continued with the engine's own samples. `kl` is the mean over generated tokens of
 exp(d) - 1 - d, where d is the plain log-prob less the engine's ("Approximating KL Divergence", Schulman,
 2020: the estimator k3). `fp32_*` are mean absolute distances from a float32 forward pass on the CPU: the
-engine's, and the plain pass's. `same` counts greedy tokens, up to each text's first near-tie.
+engine's, and the plain pass's. `same` counts greedy tokens that are the plain pass's, up to each text's first
+near-tie; `clear` those that are float32's, where its best logit leads by more than twice the largest error of
+the plain pass: elsewhere neither pass can tell.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # (torch and megatron-core are untyped in part)
@@ -41,6 +43,7 @@ NEAR_TIE: Final = 1e-2
 """Between the two best logits: below it, rounding may choose."""
 COLUMNS: Final = (
     "model", "backend", "graphs", "tokens", "mean_abs", "max_abs", "kl", "fp32_engine", "fp32_plain", "same",
+    "clear",
 )  # fmt: skip
 
 
@@ -165,13 +168,19 @@ def _measured(
         apart.append(plain - ours)
         engine_error.append((ours - reference).abs())
         plain_error.append((plain - reference).abs())
-    pairs = zip(prompts, best, strict=True)
-    same = [_same(model, prompt, result.generated_tokens) for prompt, result in pairs]
+    same: list[tuple[int, int]] = []
+    clear: list[tuple[int, int]] = []
+    for prompt, result in zip(prompts, best, strict=True):
+        output = result.generated_tokens
+        plain, reference = (_logits(some, prompt + output[:-1])[len(prompt) - 1 :] for some in (model, exact))
+        same.append(same_tokens(plain, output))
+        clear.append(clear_tokens(plain, reference, output))
     return {
         **_distances(torch.cat(apart)),
         "fp32_engine": significant(float(torch.cat(engine_error).mean())),
         "fp32_plain": significant(float(torch.cat(plain_error).mean())),
-        "same": f"{sum(good for good, _ in same)}/{sum(count for _, count in same)}",
+        "same": _shown(same),
+        "clear": _shown(clear),
     }
 
 
@@ -199,14 +208,30 @@ def _log_probs(model: Any, prompt: list[int], output: list[int]) -> "Tensor":
     return logits.log_softmax(-1).gather(1, torch.tensor(output)[:, None])[:, 0]
 
 
-def _same(model: Any, prompt: list[int], output: list[int]) -> tuple[int, int]:
-    """Gives how many greedy tokens are the plain pass's, and of how many: up to the first near-tie."""
-    logits = _logits(model, prompt + output[:-1])[len(prompt) - 1 :]
-    top = logits.topk(2).values
-    ties = ((top[:, 0] - top[:, 1]) < NEAR_TIE).nonzero()
+def same_tokens(plain: "Tensor", output: list[int]) -> tuple[int, int]:
+    """Gives how many greedy tokens are those of the plain pass, and of how many: up to the first near-tie."""
+    ties = (_leads(plain) < NEAR_TIE).nonzero()
     count = int(ties[0]) if len(ties) else len(output)
-    best = logits.argmax(-1).tolist()
+    best = plain.argmax(-1).tolist()
     return sum(one == other for one, other in zip(best[:count], output[:count], strict=True)), count
+
+
+def clear_tokens(plain: "Tensor", reference: "Tensor", output: list[int]) -> tuple[int, int]:
+    """Gives how many greedy tokens are float32's, and of how many: where the plain pass can tell, too."""
+    is_clear = (_leads(reference) > 2 * (plain - reference).abs().max()).tolist()
+    pairs = zip(reference.argmax(-1).tolist(), output, is_clear, strict=True)
+    same = [one == other for one, other, counts in pairs if counts]
+    return sum(same), len(same)
+
+
+def _leads(logits: "Tensor") -> "Tensor":
+    """Gives by how much each row's best logit is above its second."""
+    first, second = logits.topk(2).values.unbind(-1)
+    return first - second
+
+
+def _shown(counts: list[tuple[int, int]]) -> str:
+    return f"{sum(good for good, _ in counts)}/{sum(count for _, count in counts)}"
 
 
 def _logits(model: Any, tokens: list[int]) -> "Tensor":
