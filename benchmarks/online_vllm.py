@@ -185,11 +185,13 @@ def _is_healthy(port: int) -> bool:
 def _end(process: subprocess.Popen[bytes], limit_s: float) -> None:
     """Asks a server to end, which ends its children, and kills what is left of its group."""
     process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(limit_s)
-    with suppress(ProcessLookupError):  # nothing is left
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(limit_s)
+    finally:  # an impatient second Ctrl-C must not leave its engine on the GPU either
+        with suppress(ProcessLookupError):  # nothing is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _free_port() -> int:

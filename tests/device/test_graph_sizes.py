@@ -13,8 +13,7 @@ from tests.device.plans import engine_config
 
 SMALL, LARGE = 15_728_640, 218_103_808
 """Weights of a layer of the 0.6B shape and of the 8B shape."""
-CLOSE = [*TOKENS, 4_608, *range(5_120, 16_385, 1_024)]
-FAR = [*TOKENS, 6_144, 8_192, 12_288, 16_384]
+CLOSE = [*TOKENS, 4_608, 5_120, 6_144, 7_168, 8_192, 9_728, 11_264, 13_312, 15_872, 16_384]
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 8, 100, 256, 500])
@@ -28,7 +27,7 @@ def test_every_number_of_rows_has_a_graph(max_rows: int) -> None:
 def test_no_mixed_step_is_captured_that_no_plan_reaches() -> None:
     """Each graph takes time and memory."""
     for weights in (SMALL, LARGE):
-        assert token_sizes(engine_config(max_tokens=100), weights) == [32, 64]
+        assert token_sizes(engine_config(max_tokens=100), weights) == [32, 64, 100]
         assert token_sizes(engine_config(max_tokens=4_096), weights) == list(TOKENS)
 
 
@@ -36,12 +35,20 @@ def test_steps_are_captured_for_as_long_as_python_takes_longer_than_the_device()
     """A layer of the 8B shape is long at 4,096 tokens already, one of the 0.6B shape is not at 16,384."""
     assert token_sizes(engine_config(max_tokens=65_536), LARGE) == list(TOKENS)
     assert token_sizes(engine_config(max_tokens=16_384), SMALL) == CLOSE
-    assert token_sizes(engine_config(max_tokens=65_536), SMALL)[-1] == 18_432
+    assert token_sizes(engine_config(max_tokens=65_536), SMALL)[-1] == 18_944
     assert token_sizes(engine_config(max_tokens=65_536), 2 * SMALL)[-1] == 9_216
+    assert token_sizes(engine_config(max_tokens=65_536), None) == list(TOKENS)
+
+
+def test_sizes_are_few_however_large_steps_may_be() -> None:
+    """Each takes time at the start, and keeps its logits."""
+    config = _config(max_tokens=131_072, max_graph_tokens=131_072)
+    assert len(token_sizes(config, LARGE)) < 36
+    assert token_sizes(_config(max_tokens=131_072), 1) == token_sizes(config, LARGE)
 
 
 @given(
-    layer_weights=st.integers(0, 1 << 30),
+    layer_weights=st.integers(1, 1 << 30),
     max_tokens=st.integers(32, 70_000),
     asked=st.none() | st.integers(1, 70_000),
 )
@@ -102,29 +109,15 @@ def test_sizes_are_halves_or_at_even_distances() -> None:
     assert token_sizes(_config(num_mixed_graphs=2, max_tokens=9_000), LARGE) == [2048, 4096]
 
 
-def test_a_few_too_many_lose_the_smallest() -> None:
-    """Our sizes stand closer together than halves do."""
-    config = _config(num_mixed_graphs=16, max_graph_tokens=16_384, max_tokens=16_384)
-    assert token_sizes(config, LARGE) == FAR[1:]
-
-
 @pytest.mark.parametrize(
-    ("num_mixed", "by_default", "asked_for"),
-    [
-        (30, CLOSE, CLOSE),
-        (25, list(TOKENS), FAR),
-        (13, list(TOKENS), FAR[4:]),
-        (2, [2048, 4096], [8192, 16384]),
-    ],
+    ("num_mixed", "expected"),
+    [(23, CLOSE), (22, CLOSE[1:]), (13, CLOSE[10:]), (2, [8192, 16384])],
 )
-def test_bound_on_graphs_is_met_by_the_large_ones_first(
-    num_mixed: int, by_default: list[int], asked_for: list[int]
-) -> None:
-    """A small step that is padded to a thousand tokens is worse than a large one that runs op by op."""
+def test_bound_on_graphs_is_met_by_the_large_ones_first(num_mixed: int, expected: list[int]) -> None:
+    """A large step that is padded to twice its size is worse than a small one, whoever asked for it."""
     config = _config(num_mixed_graphs=num_mixed, max_tokens=16_384)
-    assert token_sizes(config, SMALL) == by_default
-    config = _config(num_mixed_graphs=num_mixed, max_graph_tokens=16_384, max_tokens=16_384)
-    assert token_sizes(config, SMALL) == asked_for
+    assert token_sizes(config, SMALL) == expected
+    assert token_sizes(replace(config, max_graph_tokens=16_384), LARGE) == expected
 
 
 def test_none_is_none() -> None:

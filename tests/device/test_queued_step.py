@@ -57,7 +57,7 @@ def test_a_row_without_a_finite_best_fails_alone() -> None:
 
 def test_best_tokens_of_a_captured_step_say_themselves_which_are_not_finite() -> None:
     """The kernel writes one number a row; a complement is negative, as no token is."""
-    best = torch.tensor([5, ~0, 0, ~7], dtype=torch.int32)
-    result = QueuedStep(1, StepTensors(best=best), TIMES, is_captured=True).result()
+    told = torch.tensor([5, ~0, 0, ~7], dtype=torch.int32)
+    result = QueuedStep(1, StepTensors(told=told), TIMES, is_captured=True).result()
     assert list(unpack_ints(result.tokens)) == [5, 0, 0, 7]
     assert result.failed == [(1, NOT_FINITE), (3, NOT_FINITE)]

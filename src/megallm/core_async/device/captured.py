@@ -50,7 +50,7 @@ class Replay(Struct, frozen=True, eq=False):
     """A queued replay."""
 
     outputs: StepOutputs
-    best: Tensor
+    told: Tensor
     """`[samples]`, int32, on the host, once the step has run and until `TURNS` more are queued: each sampling
     row's best token, which is its newest by then; its complement where the token's logit is not finite."""
     ended: torch.cuda.Event
@@ -85,10 +85,11 @@ class Staging:
     def __init__(self, num_columns: int, num_rows: int, device: torch.device) -> None:
         """`num_columns`: entries of all columns of a step together; `num_rows`: tokens that come back."""
         self.columns = torch.zeros(num_columns, dtype=torch.int32, device=device)
-        """What a step fetched last, from the start."""
+        """What a step fetched last, from the start. Zeros at first, which may index anything: while kernels
+        are compiled, none is fetched."""
         self.sent = torch.zeros((TURNS, num_columns), dtype=torch.int32, pin_memory=True)
-        self.best = torch.zeros((TURNS, num_rows), dtype=torch.int32, pin_memory=True)
-        """See `Replay.best`."""
+        self.told = torch.zeros((TURNS, num_rows), dtype=torch.int32, pin_memory=True)
+        """See `Replay.told`."""
         self.turns = torch.zeros(2, dtype=torch.int32, device=device)
         """The turn that comes next on the device, and the one that runs."""
         self._arrays = list(self.sent.numpy())
@@ -97,7 +98,8 @@ class Staging:
 
     def put(self, columns: Sequence[IntColumn]) -> None:
         """Lays several columns out for the next replay, one after the other."""
-        self._ended[self._turn].synchronize()  # long ago: there are more turns than plans in flight
+        # of as many steps ago; only where none of them sampled anything has nobody waited for it before
+        self._ended[self._turn].synchronize()
         np.concatenate(columns, out=self._arrays[self._turn][: sum(map(len, columns))])
 
     def replay(self, step: CapturedStep) -> Replay:
@@ -106,7 +108,7 @@ class Staging:
         step.graph.replay()
         self._ended[turn].record()
         self._turn = (turn + 1) % TURNS
-        return Replay(outputs=step.outputs, best=self.best[turn], ended=self._ended[turn])
+        return Replay(outputs=step.outputs, told=self.told[turn], ended=self._ended[turn])
 
     def restart(self) -> None:
         """Waits for the device, and lets it and the host begin at the first turn."""

@@ -18,7 +18,7 @@ class StepTensors(Struct, frozen=True, eq=False):
     """What a step gave, on the device unless it says otherwise; None where nothing was asked for."""
 
     sampled: Sampled | None = None
-    best: Tensor | None = None
+    told: Tensor | None = None
     """Instead of `sampled`: `[rows]`, int32, in host memory that the step itself writes, a token each, or the
     complement of one whose logit is not finite."""
     log_probs: LogProbs | None = None
@@ -38,7 +38,7 @@ class StepTimes(Struct, frozen=True):
 
 
 class QueuedStep:
-    """`protocols.PendingStep`: the copies to the host are queued behind the step's work."""
+    """`protocols.PendingStep`: copies to the host are queued behind a step that does not tell its tokens."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class QueuedStep:
         is_captured: bool = False,
         arrived: torch.cuda.Event | None = None,
     ) -> None:
-        """`is_captured`: it was replayed from a captured graph. `arrived`: when `tensors.best` is there."""
+        """`is_captured`: it was replayed from a captured graph. `arrived`: when `tensors.told` is there."""
         self._step = step
         self._is_captured = is_captured
         self._times = times
         self._failed = tensors.failed
         self._tokens = self._is_finite = None
-        self._best = tensors.best
+        self._told = tensors.told
         device: torch.device | None = None
         if tensors.sampled is not None:
             device = tensors.sampled.tokens.device
@@ -95,8 +95,8 @@ class QueuedStep:
 
     def _sampled(self) -> tuple[IntColumn, NDArray[np.bool_]]:
         """Gives the tokens that arrived, and which of them are finite; none where none were sampled."""
-        if self._best is not None:
-            told = self._best.numpy()
+        if self._told is not None:
+            told = self._told.numpy()
             return np.maximum(told, ~told), told >= 0
         if self._tokens is None or self._is_finite is None:
             return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_)

@@ -136,7 +136,7 @@ class TorchRunner:
         if self._pipeline is not None or not self._hook.is_whole:
             log.info("steps run op by op: CUDA graphs are for models that one rank has all of")
             return
-        config = self._config
+        config, shape = self._config, self._hook.shape
         rows = row_sizes(config)
         if not rows:
             log.info("steps run op by op: InferenceConfig.num_cuda_graphs is 0")
@@ -151,7 +151,7 @@ class TorchRunner:
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_sequence_length,
             row_sizes=rows,
-            token_sizes=token_sizes(config, self._hook.shape.layer_weights),
+            token_sizes=token_sizes(config, shape.layer_weights if shape.dtype.itemsize == 2 else None),  # noqa: PLR2004 - bytes
             block_size=config.block_size,
             scratch_block=config.num_blocks,
             device=self._device,
@@ -160,8 +160,10 @@ class TorchRunner:
 
     def close(self) -> None:
         """Gives the user's model back as it was and frees the cache; may be called twice."""
-        self._graphs = None
         self._hook.unbind()
+        if self._graphs is not None:
+            torch.cuda.synchronize(self._device)  # a step in flight still writes to their memory of the host
+            self._graphs = None
         self._cache.close()
 
     def release_cache(self, kept: Ints) -> None:
@@ -262,7 +264,7 @@ class TorchRunner:
             and not sampling.wants_log_probs.any()
             and not self._choice.has_rules(rows)
         ):
-            tensors, arrived = StepTensors(best=replay.best[:count]), replay.ended
+            tensors, arrived = StepTensors(told=replay.told[:count]), replay.ended
         else:
             positions = (column_of(plan.starts) + column_of(plan.lengths))[places]
             inputs = replay.outputs.inputs_of(rows, positions, sampling, num_top=self._rows.num_top_of(rows))

@@ -296,7 +296,7 @@ class StepGraphs:
         self._attention.begin_step(batch)
         logits = self._hook.forward(inputs, _score_nothing)[:, : self._vocab_size]
         staging = self._staging
-        take_best(logits, sampled_rows, self._rows.last_tokens, staging.turns, staging.best)
+        take_best(logits, sampled_rows, self._rows.last_tokens, staging.turns, staging.told)
         return StepOutputs(inputs=inputs, logits=logits)
 
 

@@ -55,7 +55,7 @@ class Tiles(Struct, frozen=True):
 
 
 _LARGE = Tiles(rows=128, outputs=128, depth=64, num_warps=8, num_stages=4, max_programs=PROCESSORS)
-"""For gates: of three tiles in two turns, or one of 96 rows, cuBLAS's fit better."""
+"""Of gated products of many rows, or of as many outputs as fill the card with them."""
 
 
 def whole(num_rows: int, outputs: int, depth: int) -> Tiles | None:

@@ -28,7 +28,7 @@ _ENOUGH = 64
 _MAX_PARTS = 4
 """More cost more than they give."""
 _LARGE = 32 * _SMALL
-"""Outputs of an output layer, and of nothing else."""
+"""Outputs beyond which a layer is tuned as the output layers of large vocabularies."""
 
 
 class TritonOps:

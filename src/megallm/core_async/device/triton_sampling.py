@@ -25,7 +25,8 @@ ROWS = 128
 NUMBERS = 1024
 """Numbers that one program fetches."""
 TURNS = 4
-"""Buffers on the host for each way: more than the plans in flight, so that none is waited for."""
+"""Buffers on the host for each way: more than there are plans in flight, so that what a step told stays
+until it is read."""
 
 
 class TokenTensors(Struct, frozen=True, eq=False):
