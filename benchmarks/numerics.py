@@ -12,6 +12,7 @@ the plain pass: elsewhere neither pass can tell.
 
 import argparse
 import random
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.load import SEED
@@ -168,20 +169,24 @@ def _measured(
         apart.append(plain - ours)
         engine_error.append((ours - reference).abs())
         plain_error.append((plain - reference).abs())
-    same: list[tuple[int, int]] = []
-    clear: list[tuple[int, int]] = []
-    for prompt, result in zip(prompts, best, strict=True):
-        output = result.generated_tokens
-        plain, reference = (_logits(some, prompt + output[:-1])[len(prompt) - 1 :] for some in (model, exact))
-        same.append(same_tokens(plain, output))
-        clear.append(clear_tokens(plain, reference, output))
+    outputs = [result.generated_tokens for result in best]
     return {
         **_distances(torch.cat(apart)),
         "fp32_engine": significant(float(torch.cat(engine_error).mean())),
         "fp32_plain": significant(float(torch.cat(plain_error).mean())),
-        "same": _shown(same),
-        "clear": _shown(clear),
+        **_agreement(model, exact, zip(prompts, outputs, strict=True)),
     }
+
+
+def _agreement(model: Any, exact: Any, texts: Iterable[tuple[list[int], list[int]]]) -> dict[str, object]:
+    """Gives how many greedy tokens are the other passes', as `same` and `clear`. Any: see `_twins`."""
+    same: list[tuple[int, int]] = []
+    clear: list[tuple[int, int]] = []
+    for prompt, output in texts:
+        plain, reference = (_logits(some, prompt + output[:-1])[len(prompt) - 1 :] for some in (model, exact))
+        same.append(same_tokens(plain, output))
+        clear.append(clear_tokens(plain, reference, output))
+    return {"same": _shown(same), "clear": _shown(clear)}
 
 
 def _prompts(vocab_size: int, options: argparse.Namespace) -> list[list[int]]:

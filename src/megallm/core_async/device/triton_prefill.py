@@ -102,7 +102,6 @@ def prefill_attention(
         TOKENS=tuned.tokens,
         FEW_TOKENS=tuned.few_tokens,
         FEW_KEYS=FEW_KEYS,
-        IS_TILED=keys.shape[1] % tuned.tokens == 0,
         PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
         FIELDS=FIELDS,
         num_warps=tuned.num_warps,
@@ -118,7 +117,7 @@ def _attend_tiles(
     key_block, key_slot, key_head, value_block, value_slot, value_head, table_row, GROUP: tl.constexpr,
     LINES: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, FEW_TOKENS: tl.constexpr,
-    FEW_KEYS: tl.constexpr, IS_TILED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    FEW_KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
@@ -131,11 +130,12 @@ def _attend_tiles(
     if WINDOW >= 0:
         begin = tl.maximum(first_position - WINDOW, 0) // TOKENS * TOKENS
     is_tile = num_queries > 0
-    block = tl.load(table + begin // BLOCK, mask=is_tile, other=0).to(tl.int64)
+    end = first_position + num_queries  # a row's last query is its last key's
+    blocks = tl.load(_block_at(table, begin, end, BLOCK, TOKENS), mask=is_tile, other=0).to(tl.int64)
+    few_blocks = tl.load(_block_at(table, begin, end, BLOCK, FEW_TOKENS), mask=is_tile, other=0).to(tl.int64)
     follow(CHAINED)
     if not is_tile:
         return
-    end = first_position + num_queries  # a row's last query is its last key's
     queries = _queries_of(
         query, first_token, num_queries, kv_head, query_row, query_kv_head, query_head, GROUP, LINES, DIM,
         DIM_WIDTH,
@@ -147,15 +147,15 @@ def _attend_tiles(
     mixed = tl.zeros((LINES, VALUE_WIDTH), tl.float32)
     if FEW_TOKENS < TOKENS and end - begin <= FEW_KEYS:
         best, total, mixed = _with_all_keys(
-            queries, positions, block, first_position, begin, end, best, total, mixed, head_keys, head_values,
-            table, scale, key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM,
-            VALUE_WIDTH, BLOCK, FEW_TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION,
+            queries, positions, few_blocks, first_position, begin, end, best, total, mixed, head_keys,
+            head_values, table, scale, key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH,
+            VALUE_DIM, VALUE_WIDTH, BLOCK, FEW_TOKENS, WINDOW, SOFTCAP, PRECISION,
         )  # fmt: skip
     else:
         best, total, mixed = _with_all_keys(
-            queries, positions, block, first_position, begin, end, best, total, mixed, head_keys, head_values,
-            table, scale, key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM,
-            VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION,
+            queries, positions, blocks, first_position, begin, end, best, total, mixed, head_keys,
+            head_values, table, scale, key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH,
+            VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS, WINDOW, SOFTCAP, PRECISION,
         )  # fmt: skip
     _store(
         out, sinks, best, total, mixed, first_token, num_queries, kv_head, tl.num_programs(1), GROUP, LINES,
@@ -178,43 +178,46 @@ def _queries_of(
 
 @triton.jit
 def _with_all_keys(
-    queries, positions, block, first_position, begin, end, best, total, mixed, keys, values, table, scale,
+    queries, positions, blocks, first_position, begin, end, best, total, mixed, keys, values, table, scale,
     key_block, key_slot, value_block, value_slot, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    IS_TILED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gives the sums with all keys from `begin` on, whose block is `block`."""
+    """Gives the sums with all keys from `begin` on, the first tile's in `blocks`."""
     # keys that every query of the tile sees need no mask; where there is a window, none are
     unmasked_end = begin if WINDOW >= 0 else (first_position + 1) // TOKENS * TOKENS
     for first in range(begin, unmasked_end, TOKENS):
-        best, total, mixed, block = _with_keys(
-            queries, positions, block, first, end, best, total, mixed, keys, values, table, scale, key_block,
+        best, total, mixed, blocks = _with_keys(
+            queries, positions, blocks, first, end, best, total, mixed, keys, values, table, scale, key_block,
             key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS,
-            IS_TILED, WINDOW, SOFTCAP, PRECISION, False,
+            WINDOW, SOFTCAP, PRECISION, False,
         )  # fmt: skip
+    if BLOCK % TOKENS != 0 and WINDOW < 0:
+        # taken from the loop above, they would there be looked up a second time, in another layout
+        blocks = tl.load(_block_at(table, unmasked_end, end, BLOCK, TOKENS)).to(tl.int64)
     for first in range(unmasked_end, end, TOKENS):
-        best, total, mixed, block = _with_keys(
-            queries, positions, block, first, end, best, total, mixed, keys, values, table, scale, key_block,
+        best, total, mixed, blocks = _with_keys(
+            queries, positions, blocks, first, end, best, total, mixed, keys, values, table, scale, key_block,
             key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK, TOKENS,
-            IS_TILED, WINDOW, SOFTCAP, PRECISION, True,
+            WINDOW, SOFTCAP, PRECISION, True,
         )  # fmt: skip
     return best, total, mixed
 
 
 @triton.jit
 def _with_keys(
-    queries, positions, block, first, end, best, total, mixed, keys, values, table, scale, key_block,
+    queries, positions, blocks, first, end, best, total, mixed, keys, values, table, scale, key_block,
     key_slot, value_block, value_slot, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, IS_TILED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Gives the sums with one tile of keys more, and the block of the next tile.
+    """Gives the sums with one tile of keys more, and the blocks of the next tile.
 
     `keys` and `values` point at the program's kv head.
     """
     key_at, value_at, following = _places_of_keys(
-        block, first, end, keys, values, table, key_block, key_slot, value_block, value_slot,
-        DIM_WIDTH, VALUE_WIDTH, BLOCK, TOKENS, IS_TILED,
+        blocks, first, end, keys, values, table, key_block, key_slot, value_block, value_slot,
+        DIM_WIDTH, VALUE_WIDTH, BLOCK, TOKENS,
     )  # fmt: skip
     scores = _scores_of(
         queries, key_at, positions, first, scale, DIM, DIM_WIDTH, TOKENS, WINDOW, SOFTCAP,
@@ -229,29 +232,37 @@ def _with_keys(
 
 @triton.jit
 def _places_of_keys(
-    block, first, end, keys, values, table, key_block, key_slot, value_block, value_slot,
+    blocks, first, end, keys, values, table, key_block, key_slot, value_block, value_slot,
     DIM_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    IS_TILED: tl.constexpr,
 ):  # fmt: skip
-    """Gives where the keys and values from `first` lie, and the block of those after them."""
+    """Gives where the keys and values from `first` lie, and the blocks of the tile after them."""
     dims, value_dims = tl.arange(0, DIM_WIDTH)[None, :], tl.arange(0, VALUE_WIDTH)[None, :]
     tokens = tl.arange(0, TOKENS)
-    following = block
-    if IS_TILED:
-        # looked up a tile ahead, so that the tiles after it can be on their way
-        following = tl.load(table + tl.minimum(first + TOKENS, end - 1) // BLOCK).to(tl.int64)
+    # looked up a tile ahead, so that the tiles after it can be on their way
+    next_first = tl.minimum(first + TOKENS, end - 1)
+    following = tl.load(_block_at(table, next_first, end, BLOCK, TOKENS)).to(tl.int64)
+    if BLOCK % TOKENS == 0:
         slot = first % BLOCK
-        key_at = keys + block * key_block + slot * key_slot + (tokens * key_slot)[:, None] + dims
+        key_at = keys + blocks * key_block + slot * key_slot + (tokens * key_slot)[:, None] + dims
         value_at = (
-            values + block * value_block + slot * value_slot + (tokens * value_slot)[:, None] + value_dims
+            values + blocks * value_block + slot * value_slot + (tokens * value_slot)[:, None] + value_dims
         )
     else:
-        positions = first + tokens
-        blocks = tl.load(table + positions // BLOCK, mask=positions < end, other=0).to(tl.int64)
-        slots = positions % BLOCK
+        slots = ((0 if TOKENS % BLOCK == 0 else first) + tokens) % BLOCK
         key_at = keys + (blocks * key_block + slots * key_slot)[:, None] + dims
         value_at = values + (blocks * value_block + slots * value_slot)[:, None] + value_dims
     return key_at, value_at, following
+
+
+@triton.jit
+def _block_at(table, first, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+    """Gives where the block of the keys from `first` is; `[TOKENS]`, each key's, where they have several."""
+    at = first // BLOCK
+    if BLOCK % TOKENS != 0:
+        # where whole blocks fill a tile the compiler is to see which keys share one: it looks that up once
+        at += ((0 if TOKENS % BLOCK == 0 else first % BLOCK) + tl.arange(0, TOKENS)) // BLOCK
+        at = tl.minimum(at, (end - 1) // BLOCK)  # a row's table may end with its last block
+    return table + at
 
 
 @triton.jit
