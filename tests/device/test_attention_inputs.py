@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megallm.core_async.device.attention import AttentionBatch, HeadNorm, HeadNorms, LayerShape, PagedLayer
-from megallm.core_async.device.attention_inputs import turned
+from megallm.core_async.device.attention_inputs import turned, unturned
 from megallm.core_async.device.kv_cache import LayerCache
 from megallm.core_async.device.rope import rotated
 
@@ -68,3 +68,27 @@ def test_heads_are_normed_where_the_layer_says_so() -> None:
     got = turned(PagedLayer(SHAPE, cache, norms=norms), batch_of_three(), query.clone(), key, value)
     torch.testing.assert_close(got, expected.view(3, 2, 2, 8))
     torch.testing.assert_close(cache.flat_keys[SLOTS], expected_key)
+
+
+def test_what_attention_turns_itself_is_left_as_it_is() -> None:
+    """Heads stand by kv head; nothing is copied but what has its last dimension strided, nothing written."""
+    torch.manual_seed(0)
+    cache, batch = cache_of_zeros(), batch_of_three()
+    query, key, value = torch.randn(3, 4, 8), torch.randn(3, 2, 16)[..., ::2], torch.randn(3, 2, 6)
+    heads, new = unturned(PagedLayer(SHAPE, cache), batch, query, key, value)
+    assert heads.equal(query.view(3, 2, 2, 8))
+    assert heads.data_ptr() == query.data_ptr()
+    assert new.key.equal(key)
+    assert new.key.stride(-1) == 1
+    assert new.value is value
+    assert new.cosines is batch.cosines
+    assert not bool(cache.flat_keys.any())
+
+
+def test_layer_without_rotary_positions_has_no_angles() -> None:
+    """The step has them for other layers."""
+    query, key, value = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8), torch.zeros(3, 2, 6)
+    layer = PagedLayer(LayerShape(4, 2, 8, 6, 1.0), cache_of_zeros())
+    _, new = unturned(layer, batch_of_three(), query, key, value)
+    assert new.cosines is None
+    assert new.sines is None

@@ -22,7 +22,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("block_size", "max_cuts"), [(16, 0), (16, 9), (64, 3)])
+@pytest.mark.parametrize(("block_size", "max_cuts"), [(16, 0), (16, 9), (24, 9), (64, 3)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_of_all_lengths_attend_by_definition(name: str, block_size: int, max_cuts: int) -> None:
     """Rows shorter than a part, of several parts, and of none; keys read one by one, and by the tile."""

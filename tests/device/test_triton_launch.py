@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megallm.core_async.device.triton_launch import chained, starts_next_early
+from megallm.core_async.device.triton_launch import alone, chained, starts_next_early
 
 pytestmark = pytest.mark.filterwarnings(
     # Triton's interpreter computes the lanes, too, whose result a mask leaves out
@@ -14,6 +14,11 @@ pytestmark = pytest.mark.filterwarnings(
 def test_nothing_is_chained_without_a_gpu() -> None:
     """The interpreter knows no launch options, and older cards no such launch."""
     assert chained(torch.zeros(1, 3)) == {"CHAINED": False}
+
+
+def test_kernel_alone_has_no_launch_that_is_early() -> None:
+    """It would read what the kernel ahead still writes: `launch_pdl` must not be there at all."""
+    assert alone() == {"CHAINED": 0}
 
 
 @pytest.mark.parametrize(

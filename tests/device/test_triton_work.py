@@ -71,8 +71,8 @@ def test_list_is_that_of_plain_python(
     found = parts_of(lengths, window=window, max_cuts=max_cuts, min_keys=min_keys, some_rows=some_rows)
     assert int(found.num_parts) == len(listed)
     begins = [firsts[row] + part * size for row, part in listed]
-    assert found.parts[: len(listed), :6].tolist() == [
-        [row + 10, row, begin, min(begin + size, lengths[row]), counts[row], seen[row]]
+    assert found.parts[: len(listed), :7].tolist() == [
+        [row + 10, row, begin, min(begin + size, lengths[row]), counts[row], seen[row], lengths[row]]
         for (row, _), begin in zip(listed, begins, strict=True)
     ]
     places = {part: place for place, part in enumerate(listed)}

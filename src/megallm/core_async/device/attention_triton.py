@@ -8,16 +8,22 @@ from torch import Tensor
 
 from megallm.core_async.device import triton_decode, triton_prefill
 from megallm.core_async.device.attention import AttentionBatch, LayerShape, PagedLayer
-from megallm.core_async.device.attention_inputs import turned
+from megallm.core_async.device.attention_inputs import turned, unturned
 from megallm.core_async.device.triton_work import QueryTiles, RowParts, query_tiles, row_parts
 
 MAX_HEAD_DIM = 256
+MAX_FUSED_ROWS = 0
+"""Decode rows of a step whose attention norms and turns heads and writes the cache itself; 0 is none.
+
+It saves a kernel a layer, and starts to read keys later: not yet measured on a GPU, so off.
+"""
 
 
 class TritonAttention:
     """Attention by the paged kernels: one for the step's decode rows, one for its chunks.
 
-    Both write into one tensor. Norms of heads, rotary positions and the cache write are a kernel before them.
+    Both write into one tensor. Norms of heads, rotary positions and the cache write are a kernel before them;
+    or, in steps of a few decode rows alone, attention does it too.
     """
 
     name = "triton"
@@ -51,17 +57,30 @@ class TritonAttention:
         batch, shape = self._batch, layer.shape
         assert batch is not None, "attend before begin_step"
         # the lists come first: the attention kernels read them before the kernel ahead of them has ended
-        decoded = batch.num_decode
+        decoded, num_lists = batch.num_decode, len(self._parts)
         parts = self._parts_of(shape, query.dtype) if decoded else None
         has_chunks = batch.chunk_lengths is not None or len(batch.kv_lengths) > decoded
         tiles = self._tiles_of(shape, query.dtype) if has_chunks else None
-        query = turned(layer, batch, query, key, value)
+        new, is_just_listed = None, False
+        if has_chunks or decoded > MAX_FUSED_ROWS:
+            query = turned(layer, batch, query, key, value)
+        else:
+            query, new = unturned(layer, batch, query, key, value)
+            is_just_listed = len(self._parts) > num_lists
         out = torch.empty(
             (batch.num_tokens, shape.num_heads, shape.value_head_dim), dtype=query.dtype, device=query.device
         )
         tables = batch.block_tables
         if parts is not None:
-            triton_decode.decode_attention(layer, query[:decoded], block_tables=tables, parts=parts, out=out)
+            triton_decode.decode_attention(
+                layer,
+                query[:decoded],
+                block_tables=tables,
+                parts=parts,
+                out=out,
+                new=new,
+                is_just_listed=is_just_listed,
+            )
         if tiles is not None:
             triton_prefill.prefill_attention(layer, query, block_tables=tables, tiles=tiles, out=out)
         return out.view(batch.num_tokens, -1)

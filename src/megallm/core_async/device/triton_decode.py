@@ -23,7 +23,9 @@ from torch import Tensor
 from megallm.core_async.device.attention import PagedLayer
 from megallm.core_async.device.layer_constants import constants_of
 from megallm.core_async.device.triton_compile import launch
-from megallm.core_async.device.triton_launch import chained, follow
+from megallm.core_async.device.triton_heads import NewTokens, arguments_of, rules_of, spread, take_new
+from megallm.core_async.device.triton_join import join
+from megallm.core_async.device.triton_launch import alone, chained, follow
 from megallm.core_async.device.triton_work import FIELDS, KEYS, RowParts
 
 LOG2_E = 1.4426950408889634
@@ -31,8 +33,6 @@ MIN_ROWS = 16
 """Rows that one product has at least; a kv head with fewer query heads leaves some empty."""
 CORES = 132
 """Multiprocessors of an H200: three programs fit each, or two with one tile of keys more on their way."""
-JOINED = 16
-"""Parts that are joined at a time."""
 
 
 class DecodeTuning(Struct, frozen=True):
@@ -43,7 +43,7 @@ class DecodeTuning(Struct, frozen=True):
     min_keys: int
     """Keys that a part has at least."""
     tokens: int
-    """Keys that a program takes at a time."""
+    """Keys that a program takes at a time, at most `KEYS`: a part begins at a multiple of them."""
     num_warps: int
     num_stages: int
     max_registers: int | None = None
@@ -88,19 +88,22 @@ def decode_attention(
     parts: RowParts,
     out: Tensor,
     tuning: DecodeTuning | None = None,
+    new: NewTokens | None = None,
+    is_just_listed: bool = False,
 ) -> None:
     """Attends with `query`, `[rows, kv_heads, heads per kv head, head_dim]`, into `out`.
 
-    `out` is `[rows, num_heads, value_head_dim]`. A row of length 0 is left out.
+    `out` is `[rows, num_heads, value_head_dim]`. A row of length 0 is left out. With `new`, a token a row,
+    queries are normed and turned here, and so is each row's last key, which is written with its value.
+    `is_just_listed`: the kernel ahead makes the parts.
     """
     shape, keys, values = layer.shape, layer.cache.keys, layer.cache.values
     num_rows, kv_heads, group, head_dim = query.shape
-    value_dim = shape.value_head_dim
-    tuned = tuning_for(num_rows, kv_heads, group, head_dim, keys.dtype) if tuning is None else tuning
-    is_tiled = tuned.tokens <= KEYS and keys.shape[1] % tuned.tokens == 0
+    tuned = tuning or tuning_for(num_rows, kv_heads, group, head_dim, keys.dtype)
+    assert tuned.tokens <= KEYS, (tuned.tokens, KEYS)
     sums = sizes = out
     if parts.is_cut:
-        sums = query.new_empty(len(parts.parts) * shape.num_heads, value_dim, dtype=torch.float32)
+        sums = query.new_empty(len(parts.parts) * shape.num_heads, shape.value_head_dim, dtype=torch.float32)
         sizes = query.new_empty(len(sums), dtype=torch.float32)
     launch(
         _attend_parts,
@@ -121,40 +124,22 @@ def decode_attention(
         *values.stride()[:3],
         block_tables.stride(0),
         GROUP=group,
+        GROUP_WIDTH=max(tuned.num_warps, triton.next_power_of_2(group)),  # a head's sums stay in a warp
         GROUP_ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
         TOKENS=tuned.tokens,
-        IS_TILED=is_tiled,
+        IS_TILED=keys.shape[1] % tuned.tokens == 0,
         IS_CUT=parts.is_cut,
         PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
         FIELDS=FIELDS,
         num_warps=tuned.num_warps,
-        num_stages=tuned.num_stages + (0 if is_tiled else 2),  # looking keys up one by one takes stages, too
+        num_stages=tuned.num_stages,
         **({} if tuned.max_registers is None else {"maxnreg": tuned.max_registers}),
         **constants_of(layer),
-        **chained(query),
+        **arguments_of(new, query),
+        **(alone() if is_just_listed else chained(query)),
     )
     if parts.is_cut:
-        _join(layer, parts, sums, sizes, out)
-
-
-def _join(layer: PagedLayer, parts: RowParts, sums: Tensor, sizes: Tensor, out: Tensor) -> None:
-    """Makes one of the parts of each row that has several."""
-    value_dim = layer.shape.value_head_dim
-    launch(
-        _join_parts,
-        (layer.shape.num_heads, len(parts.rows)),
-        sums,
-        sizes,
-        parts.rows,
-        out if layer.sinks is None else layer.sinks,
-        out,
-        VALUE_DIM=value_dim,
-        VALUE_WIDTH=triton.next_power_of_2(value_dim),
-        HAS_SINKS=layer.sinks is not None,
-        JOINED=JOINED,
-        num_warps=2,
-        **chained(parts.rows),
-    )
+        join(layer, parts, sums, sizes, out)
 
 
 @triton.jit
@@ -164,6 +149,16 @@ def capped(scores, SOFTCAP: tl.constexpr):
         # tanh(x) = 1 - 2 / (1 + exp(2 x))
         scores = SOFTCAP * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / SOFTCAP))))
     return scores
+
+
+@triton.jit
+def _block_at(table, first, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr, IS_TILED: tl.constexpr):
+    """Gives where the block of the keys from `first` stands; each key's, `[TOKENS]`, if not `IS_TILED`."""
+    last = tl.maximum(end - 1, 0) // BLOCK  # a row's table may end there
+    at = first // BLOCK
+    if not IS_TILED:
+        at += ((0 if TOKENS % BLOCK == 0 else first % BLOCK) + tl.arange(0, TOKENS)) // BLOCK
+    return table + tl.minimum(at, last)
 
 
 @triton.jit
@@ -178,19 +173,17 @@ def _some_keys(
     tokens = tl.arange(0, TOKENS)
     positions = first + tokens
     is_seen = positions < end
-    following = block
+    # looked up a tile ahead, so that the tiles after it can be on their way
+    following = tl.load(_block_at(table, first + TOKENS, end, BLOCK, TOKENS, IS_TILED)).to(tl.int64)
     if IS_TILED:
-        # looked up a tile ahead, so that the tiles after it can be on their way
-        following = tl.load(table + tl.minimum(first + TOKENS, end - 1) // BLOCK).to(tl.int64)
         slot = first % BLOCK
         key_at = keys + block * key_block + slot * key_slot + ((tokens * key_slot)[:, None] + dims)
         value_at = values + block * value_block + slot * value_slot
         value_at += (tokens * value_slot)[:, None] + value_dims
     else:
-        blocks = tl.load(table + positions // BLOCK, mask=is_seen, other=0).to(tl.int64)
-        slots = positions % BLOCK
-        key_at = keys + (blocks * key_block + slots * key_slot)[:, None] + dims
-        value_at = values + (blocks * value_block + slots * value_slot)[:, None] + value_dims
+        slots = ((0 if TOKENS % BLOCK == 0 else first) + tokens) % BLOCK
+        key_at = keys + (block * key_block + slots * key_slot)[:, None] + dims
+        value_at = values + (block * value_block + slots * value_slot)[:, None] + value_dims
     if WINDOW >= 0:
         is_seen = is_seen & (positions >= first_seen)
     some_keys = tl.load(key_at, mask=is_seen[:, None] & (dims < DIM), other=0.0)
@@ -212,12 +205,15 @@ def _some_keys(
 def _attend_parts(
     query, keys, values, block_tables, parts, num_parts, sinks, out, sums, sizes, scale, query_row,
     query_kv_head, query_head, key_block, key_slot, key_head, value_block, value_slot, value_head, table_row,
-    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    IS_TILED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IS_CUT: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, CHAINED: tl.constexpr,
+    new_keys, new_values, cosines, sines, query_weight, key_weight, slots, query_epsilon, key_epsilon,
+    new_key_row, new_key_head, new_value_row, new_value_head, GROUP: tl.constexpr, GROUP_WIDTH: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, IS_TILED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_CUT: tl.constexpr,
+    PRECISION: tl.constexpr, FIELDS: tl.constexpr, TAKES_NEW: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr, NORMS_QUERY: tl.constexpr, NORMS_KEY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    kv_head, kv_heads, place = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    kv_head, place = tl.program_id(0), tl.program_id(1)
     # the list and the tables are older than the kernel ahead: they are read while that still runs
     part = parts + place * FIELDS
     is_part = place < tl.load(num_parts)
@@ -225,26 +221,85 @@ def _attend_parts(
     begin, end = tl.load(part + 2, mask=is_part, other=0), tl.load(part + 3, mask=is_part, other=0)
     count, first_seen = tl.load(part + 4), tl.load(part + 5)
     table = block_tables + tl.load(part, mask=is_part, other=0).to(tl.int64) * table_row
-    block = tl.load(table + begin // BLOCK).to(tl.int64)
+    block = tl.load(_block_at(table, begin, end, BLOCK, TOKENS, IS_TILED)).to(tl.int64)
+    if TAKES_NEW:
+        heads = tl.arange(0, GROUP_WIDTH)[:, None]
+        dims = tl.zeros_like(heads) + tl.arange(0, DIM_WIDTH)[None, :]
+        is_newest = end == tl.load(part + 6)
+        slot = tl.load(slots + row).to(tl.int64)
+        rules = rules_of(
+            cosines, sines, query_weight, key_weight, row, dims, DIM, ROTARY_DIM, IS_INTERLEAVED,
+            NORMS_QUERY, NORMS_KEY,
+        )  # fmt: skip
     follow(CHAINED)
     if end <= begin:
         return
-    group, dims, value_dims = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM_WIDTH), tl.arange(0, VALUE_WIDTH)
-    is_head = group < GROUP
     head_keys, head_values = keys + kv_head * key_head, values + kv_head * value_head
-    query_at = row * query_row + kv_head * query_kv_head + group[:, None] * query_head
-    queries = tl.load(
-        query + query_at + dims[None, :], mask=is_head[:, None] & (dims < DIM)[None, :], other=0.0
-    )
-    best = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
-    total = tl.zeros((GROUP_ROWS,), tl.float32)
-    mixed = tl.zeros((GROUP_ROWS, VALUE_WIDTH), tl.float32)
+    head_query = query + row * query_row + kv_head * query_kv_head
+    if TAKES_NEW:
+        queries, key, value = take_new(
+            head_query, new_keys + row * new_key_row + kv_head * new_key_head,
+            new_values + row * new_value_row + kv_head * new_value_head, head_keys + slot * key_slot,
+            head_values + slot * value_slot, rules, heads, dims, tl.arange(0, VALUE_WIDTH), is_newest,
+            query_head, query_epsilon, key_epsilon, GROUP, DIM, VALUE_DIM, ROTARY_DIM, IS_INTERLEAVED,
+            NORMS_QUERY, NORMS_KEY,
+        )  # fmt: skip
+        queries, best, total, mixed = _begun(
+            queries, key, value, is_newest, scale, GROUP_ROWS, VALUE_WIDTH, SOFTCAP
+        )
+        end -= is_newest.to(tl.int32)
+    else:
+        queries, best, total, mixed = _not_begun(
+            head_query, query_head, GROUP, GROUP_ROWS, DIM, DIM_WIDTH, VALUE_WIDTH
+        )
     for first in range(begin, end, TOKENS):
         best, total, mixed, block = _some_keys(
             queries, best, total, mixed, block, first, end, first_seen, head_keys, head_values, table,
             scale, key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM,
             VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION,
         )  # fmt: skip
+    _store_part(
+        best, total, mixed, sinks, out, sums, sizes, count, row, place, GROUP, GROUP_ROWS, VALUE_DIM,
+        VALUE_WIDTH, HAS_SINKS, IS_CUT,
+    )  # fmt: skip
+
+
+@triton.jit
+def _not_begun(
+    query, query_head, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM: tl.constexpr,
+    DIM_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Loads the rows of the products; gives them, and their sums over no key."""
+    group, dims = tl.arange(0, GROUP_ROWS)[:, None], tl.arange(0, DIM_WIDTH)[None, :]
+    queries = tl.load(query + group * query_head + dims, mask=(group < GROUP) & (dims < DIM), other=0.0)
+    best = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
+    total = tl.zeros((GROUP_ROWS,), tl.float32)
+    return queries, best, total, tl.zeros((GROUP_ROWS, VALUE_WIDTH), tl.float32)
+
+
+@triton.jit
+def _begun(
+    queries, key, value, is_newest, scale, GROUP_ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Gives the rows of the products, and their sums over the newest key, or over none."""
+    scores = capped(tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * scale, SOFTCAP)
+    best = spread(tl.where(is_newest, scores, -1.0e30), GROUP_ROWS)
+    total = tl.zeros((GROUP_ROWS,), tl.float32) + is_newest.to(tl.float32)
+    mixed = tl.zeros((GROUP_ROWS, VALUE_WIDTH), tl.float32) + value.to(tl.float32)[None, :]
+    return spread(queries, GROUP_ROWS), best, total, mixed
+
+
+@triton.jit
+def _store_part(
+    best, total, mixed, sinks, out, sums, sizes, count, row, place, GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, HAS_SINKS: tl.constexpr,
+    IS_CUT: tl.constexpr,
+):  # fmt: skip
+    """Stores what a row is, where this is its one part; else what `_join_parts` makes it of."""
+    kv_head, kv_heads = tl.program_id(0), tl.num_programs(0)
+    group, value_dims = tl.arange(0, GROUP_ROWS), tl.arange(0, VALUE_WIDTH)
+    is_head = group < GROUP
     is_stored = is_head[:, None] & (value_dims < VALUE_DIM)[None, :]
     if HAS_SINKS:  # noqa: SIM102 - the first is decided when the kernel is compiled
         if count == 1:
@@ -260,40 +315,3 @@ def _attend_parts(
             part_at = (place * kv_heads + kv_head) * GROUP + group
             tl.store(sums + part_at[:, None] * VALUE_DIM + value_dims[None, :], mixed, mask=is_stored)
             tl.store(sizes + part_at, tl.where(total > 0, best + tl.log2(total), -1.0e30), mask=is_head)
-
-
-@triton.jit
-def _join_parts(
-    sums, sizes, rows, sinks, out, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    HAS_SINKS: tl.constexpr, JOINED: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    head, heads, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    at_row = rows + row * 4
-    count, first_place, last_place = tl.load(at_row), tl.load(at_row + 1), tl.load(at_row + 2)
-    follow(CHAINED)
-    if count <= 1:
-        return
-    dims = tl.arange(0, VALUE_WIDTH)
-    best = -1.0e30
-    total = 0.0
-    if HAS_SINKS:
-        best = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        total = 1.0
-    mixed = tl.zeros((VALUE_WIDTH,), tl.float32)
-    for first in range(0, count, JOINED):
-        some = first + tl.arange(0, JOINED)
-        at = tl.where(some < count - 1, first_place + some, last_place) * heads + head
-        some_sizes = tl.load(sizes + at, mask=some < count, other=-1.0e30)
-        new_best = tl.maximum(best, tl.max(some_sizes, 0))
-        weights = tl.exp2(some_sizes - new_best)
-        some_sums = tl.load(
-            sums + at[:, None] * VALUE_DIM + dims[None, :],
-            mask=(some < count)[:, None] & (dims < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        shrink = tl.exp2(best - new_best)
-        mixed = mixed * shrink + tl.sum(some_sums * weights[:, None], 0)
-        total = total * shrink + tl.sum(weights, 0)
-        best = new_best
-    at_out = (row.to(tl.int64) * heads + head) * VALUE_DIM + dims
-    tl.store(out + at_out, (mixed / total).to(out.dtype.element_ty), mask=dims < VALUE_DIM)

@@ -39,6 +39,11 @@ def chained(tensor: Tensor) -> dict[str, int | bool]:
     return {"CHAINED": _ALONE}
 
 
+def alone() -> dict[str, int | bool]:
+    """Gives the same options for a kernel that starts when all before it have ended, so reads at once."""
+    return {"CHAINED": _ALONE}
+
+
 def starts_next_early(tensor: Tensor) -> bool:
     """Says whether the next kernel starts beside one whose tensors are as this, `[tokens, ..]`."""
     num_tokens = tensor.shape[0]

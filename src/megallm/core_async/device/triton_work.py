@@ -35,7 +35,7 @@ class RowParts(Struct, frozen=True, eq=False):
 
     parts: Tensor
     """`[most parts, FIELDS]`, int32: place in the block tables, row, first key, key after the last, parts
-    of the row, first key that the row sees."""
+    of the row, first key that the row sees, keys of the row."""
     num_parts: Tensor
     """`[1]`, int32."""
     rows: Tensor
@@ -113,7 +113,7 @@ def query_tiles(
 
 
 @triton.jit
-def _list_parts(parts, places, mask, table_row, row, begin, end, count, first_seen):
+def _list_parts(parts, places, mask, table_row, row, begin, end, count, first_seen, length):
     at = parts + places * 8
     tl.store(at, table_row, mask=mask)
     tl.store(at + 1, row, mask=mask)
@@ -121,6 +121,7 @@ def _list_parts(parts, places, mask, table_row, row, begin, end, count, first_se
     tl.store(at + 3, end, mask=mask)
     tl.store(at + 4, count, mask=mask)
     tl.store(at + 5, first_seen, mask=mask)
+    tl.store(at + 6, length, mask=mask)
 
 
 @triton.jit
@@ -184,7 +185,7 @@ def _cut_rows(
         places = tl.where(part < whole, whole_at + part, rest_at)
         begin = length - span + part * size
         end = tl.minimum(begin + size, length)
-        _list_parts(parts, places, part < count, table_row, row, begin, end, count, first_seen)
+        _list_parts(parts, places, part < count, table_row, row, begin, end, count, first_seen, length)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
