@@ -128,8 +128,14 @@ def step_of(heads: Heads, *, block_size: int, max_cuts: int) -> Step:
     return Step(batch, mixed[:, :, :-2], new, parts)
 
 
-@pytest.mark.parametrize(("block_size", "max_cuts"), [(16, 0), (16, 9), (24, 9), (64, 3)])
-@pytest.mark.parametrize("name", HEADS)
+CUTS = [(16, 0), (16, 9), (24, 9), (64, 3)]
+"""Sizes of blocks, and parts beyond one a row; each kind of head takes two of them in turn."""
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size", "max_cuts"),
+    [(name, *CUTS[(place + turn) % 4]) for place, name in enumerate(HEADS) for turn in (1, 3)],
+)
 def test_attention_does_what_the_kernel_before_it_did(name: str, block_size: int, max_cuts: int) -> None:
     """The cache is the same to the bit, but for the slot of a row without tokens: nobody writes it."""
     step = step_of(HEADS[name], block_size=block_size, max_cuts=max_cuts)
