@@ -218,12 +218,15 @@ def refuse_scores(logits: Tensor, first: int) -> None:
     raise AssertionError(f"{len(logits)} tokens after {first} were scored")
 
 
+NUM_STEPS = 3
+
+
 def continuation(hook: ModelHook, attention: Attention, prompt: list[int]) -> Tensor:
-    """Gives the logits, `[6, vocab]`, of greedy steps: a prompt's chunk, and decode rows after it."""
+    """Gives the logits, `[NUM_STEPS, vocab]`, of greedy steps: a prompt's chunk, and decode rows after it."""
     rows = Rows(max_requests=1, max_sequence_length=32, block_size=4, device=torch.device("cpu"))
     rows.block_tables[0] = range(rows.block_tables.shape[1])
     nothing, tokens, logits = Ints(b""), list(prompt), list[Tensor]()
-    for step in range(6):
+    for step in range(NUM_STEPS):
         start = len(tokens) - 1 if step else 0
         plan = StepPlan(
             step=step,
@@ -279,10 +282,10 @@ def test_queries_and_keys_are_normed_once_whoever_norms_them(backend: Attention,
         hook.unbind()
         for handle in handles:
             handle.remove()
-    greedy = plain_continuation(model, prompt, 6)
+    greedy = plain_continuation(model, prompt, NUM_STEPS)
     assert logits.argmax(-1).tolist() == greedy
     expected = plain_logits(model, prompt + greedy[:-1])[len(prompt) - 1 :]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-    assert len(ran) == (0 if watched is None else 6)
+    assert len(ran) == (0 if watched is None else NUM_STEPS)
     num_own = 0 if backend.norms_heads else 2 if watched else 3
-    assert ops.widths.count(16) == 6 * 2 * num_own
+    assert ops.widths.count(16) == NUM_STEPS * 2 * num_own

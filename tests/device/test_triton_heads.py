@@ -129,12 +129,16 @@ def step_of(heads: Heads, *, block_size: int, max_cuts: int) -> Step:
 
 
 CUTS = [(16, 0), (16, 9), (24, 9), (64, 3)]
-"""Sizes of blocks, and parts beyond one a row; each kind of head takes two of them in turn."""
+"""Sizes of blocks, and parts beyond one a row; each kind of head takes one or two in turn."""
 
 
 @pytest.mark.parametrize(
     ("name", "block_size", "max_cuts"),
-    [(name, *CUTS[(place + turn) % 4]) for place, name in enumerate(HEADS) for turn in (1, 3)],
+    [
+        (name, *CUTS[(place + turn) % 4])
+        for place, name in enumerate(HEADS)
+        for turn in (1, 3)[: 1 + (place < 5)]
+    ],
 )
 def test_attention_does_what_the_kernel_before_it_did(name: str, block_size: int, max_cuts: int) -> None:
     """The cache is the same to the bit, but for the slot of a row without tokens: nobody writes it."""
