@@ -17,11 +17,11 @@ from megallm.core_async.device.dense_layer import (
     has_dense_options,
     head_norms_of,
 )
-from megallm.core_async.device.kv_cache import CacheShape, LayerCache, PagedCache
+from megallm.core_async.device.kv_cache import LayerCache
 from megallm.core_async.device.model import ModelHook
 from tests.device.conftest import built
 from tests.device.models import Megatron, cpu_is_current, plain_attention, plain_continuation, plain_logits
-from tests.device.test_model import continuation
+from tests.device.test_model import allocated_caches, continuation
 
 DENSE = ["grouped heads", "one kv head per head", "one kv head", "query and key norms, biases"]
 OTHERS = ["mixture of experts", "latent attention", "hybrid"]
@@ -72,12 +72,7 @@ class NormingOps(TorchOps):
 def bound(model: Megatron) -> Generator[tuple[NormingOps, Callable[[], Tensor]]]:
     """Binds a model; gives its ops, and what gives the logits of a prompt and five greedy steps."""
     hook, ops, backend = ModelHook(model), NormingOps(), SdpaAttention(4)
-    shapes = [
-        CacheShape(layer.num_kv_heads, layer.head_dim, layer.value_head_dim)
-        for layer in hook.shape.attention_layers
-    ]
-    caches = PagedCache(shapes, num_blocks=8, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    caches.allocate()
+    caches = allocated_caches(hook)
     hook.bind(backend, caches.layers, ops, max_positions=32)
     try:
         yield ops, lambda: continuation(hook, backend, PROMPT)

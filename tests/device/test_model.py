@@ -218,15 +218,23 @@ def refuse_scores(logits: Tensor, first: int) -> None:
     raise AssertionError(f"{len(logits)} tokens after {first} were scored")
 
 
-NUM_STEPS = 3
+def allocated_caches(hook: ModelHook) -> PagedCache:
+    """Gives caches for a hook's layers, of a few small blocks on the CPU."""
+    shapes = [
+        CacheShape(layer.num_kv_heads, layer.head_dim, layer.value_head_dim)
+        for layer in hook.shape.attention_layers
+    ]
+    caches = PagedCache(shapes, num_blocks=8, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    caches.allocate()
+    return caches
 
 
-def continuation(hook: ModelHook, attention: Attention, prompt: list[int]) -> Tensor:
-    """Gives the logits, `[NUM_STEPS, vocab]`, of greedy steps: a prompt's chunk, and decode rows after it."""
+def continuation(hook: ModelHook, attention: Attention, prompt: list[int], *, num_steps: int = 6) -> Tensor:
+    """Gives the logits, `[num_steps, vocab]`, of greedy steps: a prompt's chunk, and decode rows after it."""
     rows = Rows(max_requests=1, max_sequence_length=32, block_size=4, device=torch.device("cpu"))
     rows.block_tables[0] = range(rows.block_tables.shape[1])
     nothing, tokens, logits = Ints(b""), list(prompt), list[Tensor]()
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         start = len(tokens) - 1 if step else 0
         plan = StepPlan(
             step=step,
@@ -261,12 +269,7 @@ def test_queries_and_keys_are_normed_once_whoever_norms_them(backend: Attention,
     """A backend that norms heads does in the layers that run as one function; megatron in a watched one."""
     model, prompt = built("query and key norms, biases"), [3, 1, 4, 1, 5]
     hook, ops = ModelHook(model), RecordingOps()
-    shapes = [
-        CacheShape(layer.num_kv_heads, layer.head_dim, layer.value_head_dim)
-        for layer in hook.shape.attention_layers
-    ]
-    caches = PagedCache(shapes, num_blocks=8, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    caches.allocate()
+    caches, num_steps = allocated_caches(hook), 3  # each takes seconds in the interpreter
     ran: list[int] = []
 
     def see(module: nn.Module, args: object, out: object) -> None:
@@ -277,15 +280,15 @@ def test_queries_and_keys_are_normed_once_whoever_norms_them(backend: Attention,
         handles.append(model.decoder.layers[1].get_submodule(watched).register_forward_hook(see))
     hook.bind(backend, caches.layers, ops, max_positions=32)
     try:
-        logits = continuation(hook, backend, prompt)
+        logits = continuation(hook, backend, prompt, num_steps=num_steps)
     finally:
         hook.unbind()
         for handle in handles:
             handle.remove()
-    greedy = plain_continuation(model, prompt, NUM_STEPS)
+    greedy = plain_continuation(model, prompt, num_steps)
     assert logits.argmax(-1).tolist() == greedy
     expected = plain_logits(model, prompt + greedy[:-1])[len(prompt) - 1 :]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-    assert len(ran) == (0 if watched is None else NUM_STEPS)
+    assert len(ran) == (0 if watched is None else num_steps)
     num_own = 0 if backend.norms_heads else 2 if watched else 3
-    assert ops.widths.count(16) == NUM_STEPS * 2 * num_own
+    assert ops.widths.count(16) == num_steps * 2 * num_own

@@ -6,11 +6,10 @@ from torch import Tensor, nn
 
 from megallm.core_async.device.attention_sdpa import SdpaAttention
 from megallm.core_async.device.dense_layer import TorchOps
-from megallm.core_async.device.kv_cache import CacheShape, PagedCache
 from megallm.core_async.device.model import ModelHook
 from tests.device.conftest import StartRunner, built
 from tests.device.models import Megatron, plain_continuation, plain_logits
-from tests.device.test_model import continuation
+from tests.device.test_model import allocated_caches, continuation
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -31,12 +30,7 @@ def logits_and_rows(model: Megatron, *, is_whole: bool = True) -> tuple[Tensor, 
     """Gives the logits of a prompt and five decode steps, and the rows that their layers gated."""
     hook, ops, backend = ModelHook(model), CountingOps(), SdpaAttention(4)
     hook.is_whole = is_whole
-    shapes = [
-        CacheShape(layer.num_kv_heads, layer.head_dim, layer.value_head_dim)
-        for layer in hook.shape.attention_layers
-    ]
-    caches = PagedCache(shapes, num_blocks=8, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    caches.allocate()
+    caches = allocated_caches(hook)
     hook.bind(backend, caches.layers, ops, max_positions=32)
     try:
         logits = continuation(hook, backend, PROMPT)
