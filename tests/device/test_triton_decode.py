@@ -1,11 +1,16 @@
 """The decode kernel, on whole rows and on parts of them, in Triton's interpreter."""
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportArgumentType=false
+# (what a kernel's parameters are is Triton's own matter)
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from megallm.core_async.device.attention import LayerShape
-from megallm.core_async.device.triton_decode import decode_attention, tuning_for
+from megallm.core_async.device.triton_decode import block_at, decode_attention, tuning_for
 from megallm.core_async.device.triton_work import row_parts
 from tests.device.paged_rows import PagedRows
 
@@ -66,3 +71,27 @@ def attended(batch: PagedRows, query: Tensor, *, max_cuts: int) -> Tensor:
     parts = row_parts(batch.lengths, batch.rows, window=shape.window, max_cuts=max_cuts, min_keys=64)
     decode_attention(batch.layer, query, block_tables=batch.tables, parts=parts, out=out)
     return out
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32, 48])
+@pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 48, 64, 65, 127, 128])
+def test_no_blocks_are_looked_up_past_a_rows_last(num_keys: int, block_size: int) -> None:
+    """Its table may end there: what lies after it is no block, or not the table's memory."""
+    last = (num_keys - 1) // block_size
+    table = torch.full((last + 200,), -1, dtype=torch.int32)
+    table[: last + 1] = torch.arange(last + 1)
+    for first in range(0, num_keys, 64):
+        blocks = torch.full((64,), -2, dtype=torch.int32)
+        _look_up[(1,)](table, blocks, first, num_keys, BLOCK=block_size)
+        expected = ((first + torch.arange(64)) // block_size).clamp(max=last).int()
+        torch.testing.assert_close(blocks, expected, rtol=0, atol=0)
+    # after the last tile there is none, and any block of the row will do
+    blocks = torch.full((64,), -2, dtype=torch.int32)
+    _look_up[(1,)](table, blocks, num_keys - 1, num_keys, BLOCK=block_size)
+    assert bool((blocks >= 0).all())
+
+
+@triton.jit
+def _look_up(table, out, first, end, BLOCK: tl.constexpr) -> None:  # noqa: ANN001, N803
+    at = block_at(table, first, end, BLOCK, 64)
+    tl.store(out + tl.arange(0, 64), tl.load(at))

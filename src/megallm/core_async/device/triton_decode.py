@@ -127,7 +127,6 @@ def decode_attention(
         GROUP_WIDTH=max(tuned.num_warps, triton.next_power_of_2(group)),  # a head's sums stay in a warp
         GROUP_ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
         TOKENS=tuned.tokens,
-        IS_TILED=keys.shape[1] % tuned.tokens == 0,
         IS_CUT=parts.is_cut,
         PRECISION="ieee" if keys.dtype is torch.float32 else "tf32",
         FIELDS=FIELDS,
@@ -152,13 +151,14 @@ def capped(scores, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _block_at(table, first, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr, IS_TILED: tl.constexpr):
-    """Gives where the block of the keys from `first` stands; each key's, `[TOKENS]`, if not `IS_TILED`."""
-    last = tl.maximum(end - 1, 0) // BLOCK  # a row's table may end there
+def block_at(table, first, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+    """Gives where the block of the keys from `first` is; `[TOKENS]`, each key's, where they have several."""
     at = first // BLOCK
-    if not IS_TILED:
+    if BLOCK % TOKENS != 0:
+        # where whole blocks fill a tile the compiler is to see which keys share one: it looks that up once
         at += ((0 if TOKENS % BLOCK == 0 else first % BLOCK) + tl.arange(0, TOKENS)) // BLOCK
-    return table + tl.minimum(at, last)
+        at = tl.minimum(at, tl.maximum(end - 1, 0) // BLOCK)  # a row's table may end with its last block
+    return table + at
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def _some_keys(
     queries, best, total, mixed, block, first, end, first_seen, keys, values, table, scale,
     key_block, key_slot, value_block, value_slot, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    IS_TILED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Goes over one tile of keys; `keys` and `values` point at the program's kv head."""
     dims, value_dims = tl.arange(0, DIM_WIDTH)[None, :], tl.arange(0, VALUE_WIDTH)[None, :]
@@ -174,8 +174,8 @@ def _some_keys(
     positions = first + tokens
     is_seen = positions < end
     # looked up a tile ahead, so that the tiles after it can be on their way
-    following = tl.load(_block_at(table, first + TOKENS, end, BLOCK, TOKENS, IS_TILED)).to(tl.int64)
-    if IS_TILED:
+    following = tl.load(block_at(table, tl.minimum(first + TOKENS, end - 1), end, BLOCK, TOKENS)).to(tl.int64)
+    if BLOCK % TOKENS == 0:
         slot = first % BLOCK
         key_at = keys + block * key_block + slot * key_slot + ((tokens * key_slot)[:, None] + dims)
         value_at = values + block * value_block + slot * value_slot
@@ -208,7 +208,7 @@ def _attend_parts(
     new_keys, new_values, cosines, sines, query_weight, key_weight, slots, query_epsilon, key_epsilon,
     new_key_row, new_key_head, new_value_row, new_value_head, GROUP: tl.constexpr, GROUP_WIDTH: tl.constexpr,
     GROUP_ROWS: tl.constexpr, DIM: tl.constexpr, DIM_WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, IS_TILED: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_CUT: tl.constexpr,
     PRECISION: tl.constexpr, FIELDS: tl.constexpr, TAKES_NEW: tl.constexpr, ROTARY_DIM: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr, NORMS_QUERY: tl.constexpr, NORMS_KEY: tl.constexpr, CHAINED: tl.constexpr,
@@ -221,7 +221,7 @@ def _attend_parts(
     begin, end = tl.load(part + 2, mask=is_part, other=0), tl.load(part + 3, mask=is_part, other=0)
     count, first_seen = tl.load(part + 4), tl.load(part + 5)
     table = block_tables + tl.load(part, mask=is_part, other=0).to(tl.int64) * table_row
-    block = tl.load(_block_at(table, begin, end, BLOCK, TOKENS, IS_TILED)).to(tl.int64)
+    block = tl.load(block_at(table, begin, end, BLOCK, TOKENS)).to(tl.int64)
     if TAKES_NEW:
         heads = tl.arange(0, GROUP_WIDTH)[:, None]
         dims = tl.zeros_like(heads) + tl.arange(0, DIM_WIDTH)[None, :]
@@ -256,7 +256,7 @@ def _attend_parts(
         best, total, mixed, block = _some_keys(
             queries, best, total, mixed, block, first, end, first_seen, head_keys, head_values, table,
             scale, key_block, key_slot, value_block, value_slot, DIM, DIM_WIDTH, VALUE_DIM,
-            VALUE_WIDTH, BLOCK, TOKENS, IS_TILED, WINDOW, SOFTCAP, PRECISION,
+            VALUE_WIDTH, BLOCK, TOKENS, WINDOW, SOFTCAP, PRECISION,
         )  # fmt: skip
     _store_part(
         best, total, mixed, sinks, out, sums, sizes, count, row, place, GROUP, GROUP_ROWS, VALUE_DIM,

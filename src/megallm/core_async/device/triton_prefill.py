@@ -20,7 +20,7 @@ from torch import Tensor
 from megallm.core_async.device.attention import LayerShape, PagedLayer
 from megallm.core_async.device.layer_constants import constants_of
 from megallm.core_async.device.triton_compile import launch
-from megallm.core_async.device.triton_decode import capped
+from megallm.core_async.device.triton_decode import block_at, capped
 from megallm.core_async.device.triton_launch import chained, follow
 from megallm.core_async.device.triton_work import FIELDS, QueryTiles
 
@@ -131,8 +131,8 @@ def _attend_tiles(
         begin = tl.maximum(first_position - WINDOW, 0) // TOKENS * TOKENS
     is_tile = num_queries > 0
     end = first_position + num_queries  # a row's last query is its last key's
-    blocks = tl.load(_block_at(table, begin, end, BLOCK, TOKENS), mask=is_tile, other=0).to(tl.int64)
-    few_blocks = tl.load(_block_at(table, begin, end, BLOCK, FEW_TOKENS), mask=is_tile, other=0).to(tl.int64)
+    blocks = tl.load(block_at(table, begin, end, BLOCK, TOKENS), mask=is_tile, other=0).to(tl.int64)
+    few_blocks = tl.load(block_at(table, begin, end, BLOCK, FEW_TOKENS), mask=is_tile, other=0).to(tl.int64)
     follow(CHAINED)
     if not is_tile:
         return
@@ -194,7 +194,7 @@ def _with_all_keys(
         )  # fmt: skip
     if BLOCK % TOKENS != 0 and WINDOW < 0:
         # taken from the loop above, they would there be looked up a second time, in another layout
-        blocks = tl.load(_block_at(table, unmasked_end, end, BLOCK, TOKENS)).to(tl.int64)
+        blocks = tl.load(block_at(table, unmasked_end, end, BLOCK, TOKENS)).to(tl.int64)
     for first in range(unmasked_end, end, TOKENS):
         best, total, mixed, blocks = _with_keys(
             queries, positions, blocks, first, end, best, total, mixed, keys, values, table, scale, key_block,
@@ -240,7 +240,7 @@ def _places_of_keys(
     tokens = tl.arange(0, TOKENS)
     # looked up a tile ahead, so that the tiles after it can be on their way
     next_first = tl.minimum(first + TOKENS, end - 1)
-    following = tl.load(_block_at(table, next_first, end, BLOCK, TOKENS)).to(tl.int64)
+    following = tl.load(block_at(table, next_first, end, BLOCK, TOKENS)).to(tl.int64)
     if BLOCK % TOKENS == 0:
         slot = first % BLOCK
         key_at = keys + blocks * key_block + slot * key_slot + (tokens * key_slot)[:, None] + dims
@@ -252,17 +252,6 @@ def _places_of_keys(
         key_at = keys + (blocks * key_block + slots * key_slot)[:, None] + dims
         value_at = values + (blocks * value_block + slots * value_slot)[:, None] + value_dims
     return key_at, value_at, following
-
-
-@triton.jit
-def _block_at(table, first, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """Gives where the block of the keys from `first` is; `[TOKENS]`, each key's, where they have several."""
-    at = first // BLOCK
-    if BLOCK % TOKENS != 0:
-        # where whole blocks fill a tile the compiler is to see which keys share one: it looks that up once
-        at += ((0 if TOKENS % BLOCK == 0 else first % BLOCK) + tl.arange(0, TOKENS)) // BLOCK
-        at = tl.minimum(at, (end - 1) // BLOCK)  # a row's table may end with its last block
-    return table + at
 
 
 @triton.jit
