@@ -226,7 +226,7 @@ def allocated_caches(hook: ModelHook) -> PagedCache:
     ]
     caches = PagedCache(shapes, num_blocks=8, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
     caches.allocate()
-    for layer in caches.layers:  # what lies in fresh memory may overflow in the interpreter, which warns of it
+    for layer in caches.layers:  # fresh memory may overflow in the interpreter, which warns of it
         layer.keys.zero_()
         layer.values.zero_()
     return caches
